@@ -5,23 +5,28 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 
 import pytest
 
+from orchestrator.cli.app import DEMO
 from tests.fleet import LiveFleet, until
+from tests.orchestrator.clients import Streamed
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
 
-SPEC = """\
+SPEC = f"""\
 version: 1
-hosts: {emulate: inf2.48xlarge}
-defaults: {engine: echo}
+hosts: {{emulate: inf2.48xlarge}}
+defaults: {{engine: echo}}
 models:
-  a: {tp_degree: 2}
-  b: {tp_degree: 2}
+  a: {{tp_degree: 2, engine_options: {{step_ms: 20}}}}
+  b: {{tp_degree: 2, max_len: 4096, engine_options: {{step_ms: 20}}}}
+  text: {{source: {DEMO.parent / "models" / "tiny"}, engine: cpu, max_len: 128}}
 """
+STALLED_S = 3.0  # between two tokens of a stream, on a busy machine; frozen processes have stalled some for 5 to 19 s
 REPLACED_S = 30.0
 SLACK_S = 15.0  # of a busy machine
 
@@ -44,6 +49,58 @@ def answers(fleet: LiveFleet, model: str) -> bool:
         body = {"model": model, "prompt": "x", "max_tokens": 2}
         return fleet.http.post("/v1/completions", json=body, timeout=5.0).status_code == 200
     return False
+
+
+def test_frozen_tokenizers_are_replaced_and_no_running_stream_stalls(fleet: LiveFleet) -> None:
+    """Replicas make text of tokens by themselves, and requests for other models need no tokenizer of this one."""
+    assert answers(fleet, "text")  # its tokenizer runs
+    streams = [Streamed(fleet, "b", "undisturbed", 500) for _ in range(2)]
+    assert all(stream.begun.wait(20) for stream in streams)
+    for pid in fleet.named_pids("tokenizer_process"):
+        os.kill(pid, signal.SIGSTOP)
+
+    until(lambda: answers(fleet, "text"), REPLACED_S, "another tokenizer works")
+    assert all(stream.done.wait(60) for stream in streams)
+    assert [stream.error for stream in streams] == [None, None]
+    assert max(stream.longest_gap_s for stream in streams) < STALLED_S
+
+
+def test_a_frozen_warm_process_keeps_no_replica_from_its_start(fleet: LiveFleet) -> None:
+    """It starts as a fresh process."""
+    for pid in until(lambda: fleet.named_pids("fork_server"), 30, "the warm process runs"):
+        os.kill(pid, signal.SIGSTOP)
+    before = fleet.replica("text/0")["pid"]
+    os.kill(before, signal.SIGKILL)
+    until(lambda: fleet.replica("text/0")["pid"] not in (before, None), REPLACED_S, "another process")
+    until(lambda: answers(fleet, "text"), REPLACED_S + SLACK_S, "the replica is back")
+
+
+def test_requests_wait_for_a_replica_however_often_it_was_killed(fleet: LiveFleet) -> None:
+    """The third kill in a row makes its start pause, for less than requests are held."""
+    statuses: list[int] = []
+    over = threading.Event()
+
+    def ask() -> None:
+        while not over.is_set():
+            body = {"model": "a", "prompt": "x", "max_tokens": 2}
+            statuses.append(fleet.http.post("/v1/completions", json=body).status_code)
+            over.wait(0.05)
+
+    client = threading.Thread(target=ask)
+    client.start()
+    try:
+        for _ in range(3):
+            before = fleet.replica("a/0")["pid"]
+            os.kill(before, signal.SIGKILL)
+            until(
+                lambda: (replica := fleet.replica("a/0"))["state"] == "ready" and replica["pid"] != before,  # noqa: B023
+                REPLACED_S + SLACK_S,
+                "the replica is back",
+            )
+    finally:
+        over.set()
+        client.join(60)
+    assert set(statuses) == {200}
 
 
 def test_a_host_actor_that_hangs_is_replaced_and_a_replica_killed_meanwhile_returns(fleet: LiveFleet) -> None:
