@@ -106,7 +106,6 @@ class LiveFleet(Fleet):
         arguments: tuple[str, ...] = (),
         secure: bool = False,
         spare: bool = False,
-        command: Path = COREWRIGHT,
         verb: tuple[str, ...] = (),
         wheel: InstalledWheel | None = None,
     ) -> None:
@@ -132,7 +131,7 @@ class LiveFleet(Fleet):
         self.env.pop("RAY_AUTH_MODE", None)
         if not secure:
             self.env["RAY_AUTH_MODE"] = "disabled"
-        self.command = command if wheel is None else wheel.command
+        self.command = COREWRIGHT if wheel is None else wheel.command
         self.cwd = None if wheel is None else wheel.empty
         started = verb or (("demo",) if spec is None else ("up", str(self.spec)))
         rest = () if verb else arguments or ("--no-dashboard",)

@@ -10,7 +10,6 @@ from orchestrator.api.replica_operations import ReplicaOperations
 from orchestrator.control.host_rolls import roll_status
 from orchestrator.records.journal_records import HostRoll
 from orchestrator.rollout.host_roll import Wait, refusal
-from orchestrator.state.builds import other_versions
 
 NO_ROLL: dict[str, Any] = {"hosts": []}
 
@@ -27,11 +26,6 @@ class HostOperations(ReplicaOperations):
         if state.records.state.roll is not None:
             raise Refused(
                 "roll-in-progress", "a maintenance of hosts is in progress", "run corewright hosts stop first"
-            )
-        if others := other_versions(state):
-            what = f"the controller was upgraded, and these replicas were not: {', '.join(others)}"
-            raise Refused(
-                "upgrade-in-progress", what, "wait for its end (corewright status), or repeat it if it failed"
             )
         names = [host.name for host in state.hosts]
         for name in hosts:

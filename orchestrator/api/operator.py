@@ -86,7 +86,7 @@ class Operator(SpecPreview, ActionPreview, HostOperations, FleetQueries):
 
 def _content(revision: Revision) -> tuple[object, ...]:
     """Returns what a revision is made of."""
-    return revision.text, revision.base_dir, revision.build
+    return revision.text, revision.base_dir
 
 
 def _refuse_impossible(outlook: Outlook, generation: ResolvedRevision) -> None:

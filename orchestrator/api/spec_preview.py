@@ -145,8 +145,6 @@ class SpecPreview(FleetOperation):
             of=of,
             plan={},
             canary=canary,
-            # only `up` knows which version its operator wants
-            build=self.settings.build if cause == "up" else state.current.revision.build,
         )
         return dataclasses.replace(spec_file, problems=problems), await self._state.in_thread(
             resolve_revision, revision, state.machine

@@ -18,6 +18,7 @@ from typer.core import TyperGroup
 from typer.main import get_group
 
 from orchestrator.cli.app import COMPLETE, FAILED, USAGE, app
+from orchestrator.cli.left import removal
 from orchestrator.cli.output import complain
 from orchestrator.process.failure import Failed
 
@@ -71,6 +72,9 @@ def run(arguments: list[str]) -> int:
     """Run the command line. Returns the exit code."""
     if arguments == ["--version"]:
         arguments = ["version"]
+    if (problem := removal(arguments)) is not None:
+        complain([problem])
+        return USAGE
     command = application(*(arguments or _words_to_complete())[:1])
     try:
         code = command.main(arguments, prog_name="corewright", standalone_mode=False)

@@ -91,7 +91,7 @@ def status_text(data: FleetStatus, paint: Paint | None = None, console: str | No
             replicas.append((model.name, model.state.value, None, None, None, None))
             if model.reason:
                 notes.append(f"{model.name}: {model.reason}")
-    notes += [*_maintenance(data), *_versions(data), *map(_gateway_note, data.gateways)]
+    notes += [*_maintenance(data), *map(_gateway_note, data.gateways)]
     notes += [note for host in data.hosts for note in _host_notes(host)]
     parts = [
         data.hold,
@@ -160,17 +160,6 @@ def _preparing_notes(model: ModelInFleet, preparation: PreparationStatus, hosts:
         notes.append(f"    {preparation.failures} failed attempts: {preparation.reason}")
     fetches = [fetch for host in hosts if host.name == place for fetch in host.fetches]
     return notes + [f"    {fetch_text(fetch)}" for fetch in fetches]
-
-
-def _versions(data: FleetStatus) -> list[str]:
-    """Returns the versions of corewright, while they differ."""
-    versions = data.versions
-    if not versions:
-        return []
-    kinds = {"host_actors": "host actor of ", "gateways": "gateway of ", "replicas": ""}
-    parts = [f"{kind}{name} {version}" for key, kind in kinds.items() for name, version in versions[key].items()]
-    line = f"upgrade: the controller is corewright {versions['controller']}, and not yet: {', '.join(parts)}"
-    return [line] if versions["problem"] is None else [line, f"upgrade: {versions['problem']}"]
 
 
 def _maintenance(data: FleetStatus) -> list[str]:

@@ -65,9 +65,7 @@ def check_listening(settings: Settings) -> None:
         complain([Problem("host-without-tls", "warning", "", message, hint)])
 
 
-def run_up(
-    file: SpecFile, settings: Settings, ray_address: str | None = None, *, detach: bool = False, upgrade: bool = False
-) -> int:
+def run_up(file: SpecFile, settings: Settings, ray_address: str | None = None, *, detach: bool = False) -> int:
     """Start the fleet and run it until it ends, or on the cluster at ``ray_address`` until a signal or, with
     ``detach``, until it is ready. Returns the exit code. Raises Failed if the fleet cannot start."""
     problems = (*file.problems, *start_problems(file, joined=ray_address is not None))
@@ -108,9 +106,7 @@ def run_up(
         if ray_address is not None:
             elastic = any(entry.max is not None for entry in file.spec.hosts)
             joined = JoinedSpec(file.text, file.name, file.base_dir, file.spec.name, file.hosts, elastic)
-            return JoinedUp(home, options, joined, ray_address, report, upgrade=upgrade, display=display).run(
-                announce, detach=detach
-            )
+            return JoinedUp(home, options, joined, ray_address, report, display=display).run(announce, detach=detach)
         spec, instance = (file.text, file.name, file.base_dir), file.machine.instance
         warm = file.warm_engines
         return Daemon(home, options, spec, file.spec.name, file.hosts, instance, report, display, warm).run(announce)
@@ -203,9 +199,6 @@ def up(
     detach: Annotated[
         bool, typer.Option("--detach", help="With --ray-address: exit when the fleet is ready, and leave it running.")
     ] = False,
-    upgrade: Annotated[
-        bool, typer.Option("--upgrade", help="With --ray-address: give a running fleet this version of corewright.")
-    ] = False,
     **flags: Any,
 ) -> None:
     """Start a fleet in the foreground. It runs until Ctrl-C, SIGTERM or `corewright down`.
@@ -220,16 +213,13 @@ def up(
     if detach and ray_address is None:
         hint = "pass --ray-address, or run `corewright up` as a service (deploy/systemd/corewright.service)"
         raise Failed("detach-needs-cluster", "--detach: the Ray that `up` starts ends with it", hint)
-    if upgrade and ray_address is None:
-        hint = "stop the fleet with `corewright down`, and start it with this version"
-        raise Failed("upgrade-needs-cluster", "--upgrade: only a fleet on a Ray cluster can be upgraded", hint)
     if detach and settings["watch"]:
         raise Failed("watch-needs-viewer", "--detach: nothing would watch the file", "drop --detach or --watch")
     check_listening(settings)
     allowed = SourcePolicy(settings["allowed_sources"])  # only the operator's own spec may name interpreters
     with WaitingNotice(say).waiting(lambda: "the sources of the spec"):
         file = load(spec, allowed)
-    raise typer.Exit(run_up(file, settings, ray_address, detach=detach, upgrade=upgrade))
+    raise typer.Exit(run_up(file, settings, ray_address, detach=detach))
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

@@ -22,7 +22,6 @@ from orchestrator.control.controller_metrics import ControllerCounters, engine_f
 from orchestrator.control.gateways import Gateways
 from orchestrator.control.host_requests import HostRequests
 from orchestrator.control.host_rolls import HostRolls
-from orchestrator.control.host_upgrade import HostUpgrade
 from orchestrator.control.host_watch import HostWatch
 from orchestrator.control.live_requests import LiveRequests
 from orchestrator.control.load_history import LoadHistory
@@ -42,7 +41,6 @@ from orchestrator.fleet.route_table import RouteTable
 from orchestrator.fleet.snapshot import Observed, ReplicaView
 from orchestrator.process.home import Home
 from orchestrator.scaling.demand_report import DemandReply, DemandReport
-from orchestrator.state.builds import versions
 from orchestrator.state.fleet_state import FleetState
 from orchestrator.state.rollout_progress import follow_rollout, roll_back, rollout_state
 from workers.host.task_boundary import task_boundary
@@ -97,7 +95,6 @@ class Controller:
         self.gateways = gateways = Gateways(state, cluster)
         self.load = LoadHistory(state.clock, state.wall)
         self.live_requests = LiveRequests(state.clock)
-        self.upgrade = HostUpgrade(state, cluster)
         self.rolls = HostRolls(state, hosts, gateways)
         self.standby = StandBy(state, cluster)
         self.requests = HostRequests(state, cluster, counters, gateways)
@@ -136,7 +133,6 @@ class Controller:
         await state.records.verify()
         self._report_reach()
         self.load.round()
-        self.upgrade.round()
         self.gateways.round()
         self.tasks.restart_followers()
         async with state.deciding:
@@ -205,7 +201,6 @@ class Controller:
         self.requests.stop()
         self.standby.stop()
         self.gateways.stop()
-        self.upgrade.stop()
         ended = await asyncio.gather(
             *(self.tasks.shut_down(id, drain_s) for id in self.state.views), return_exceptions=True
         )
@@ -363,18 +358,7 @@ class Controller:
             log_of=self._home.log,
             scaling_of=self.scaler.status,
             gateways=self.gateways.status(),
-            versions=self._versions(),
         )
-
-    def retry_upgrade(self) -> None:
-        """Go on now with an upgrade that has stopped."""
-        self.upgrade.retry()
-        self.gateways.retry()
-        self.wake_up()
-
-    def _versions(self) -> dict[str, Any] | None:
-        problem = self.upgrade.problem or self.gateways.upgrade_problem
-        return versions(self.state, self._cluster.other_host_actors(), self.gateways.other_versions(), problem)
 
     async def metrics(self, place: str = "") -> list[MetricFamily]:
         """Returns the families for `/metrics`: counters, state of the fleet, replica and device metrics. None for the

@@ -19,7 +19,6 @@ log = logging.getLogger(__name__)
 
 SILENT_S = 10.0  # a gateway without a report for this long has ended, or is cut off
 RETRY_S = 30.0  # between two changes, unless other places are wanted
-NEXT_S = 2.0  # in an upgrade, until the gateways of a machine have reported their version
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,6 @@ class Gateways:
         self._problems: Mapping[str, str] = {}  # of the last change, by label of the machine
         self._change: asyncio.Task[None] | None = None
         self._due = float("-inf")  # when the next change may begin if the same places are wanted
-        self._replacement_due = float("-inf")  # the same of the next replacement by this version
 
     # Reports
 
@@ -71,24 +69,6 @@ class Gateways:
         reports = [heard.report for heard in self._heard.values()]
         return [report for report in reports if report.address and not report.unready]
 
-    def other_versions(self) -> dict[str, str]:
-        """Returns the version of corewright that serves on each machine where it is not the controller's, by label."""
-        build = self._state.settings.build
-        reports = [heard.report for heard in self._heard.values() if heard.report.address]
-        versions = {report.place: report.version for report in reports if build and report.version != build.version}
-        labels = {place.label for place in self._places}
-        return {label: version for label, version in sorted(versions.items()) if label in labels}
-
-    @property
-    def upgrade_problem(self) -> str | None:
-        """Why an upgrade does not go on; None: there is no reason."""
-        problems = [
-            f"the gateway on {label} does not start: {self._problems[label]}"
-            for label in self.other_versions()
-            if label in self._problems
-        ]
-        return problems[0] if problems else None
-
     # Places
 
     def round(self) -> None:
@@ -101,27 +81,17 @@ class Gateways:
         self._places = wanted_gateways(state.settings.gateways_on, self._cluster.living_machines(), ended | state.lost)
         self._forget_silent()
         silent = {place.label for place in self._places} - {heard.report.place for heard in self._heard.values()}
-        replaced = min((place for place in self._places if place.label in self.other_versions()), default=None)
-        if now < self._replacement_due or self._cluster.other_host_actors():  # host actors come first
-            replaced = None
-        if self._places != self._requested or (silent and now >= self._due) or replaced is not None:
+        if self._places != self._requested or (silent and now >= self._due):
             self._requested, self._due = self._places, now + RETRY_S
-            self._replacement_due = now + RETRY_S if replaced is not None else self._replacement_due
-            self._change = asyncio.get_running_loop().create_task(self._run(self._places, replaced))
+            self._change = asyncio.get_running_loop().create_task(self._run(self._places))
 
-    async def _run(self, places: frozenset[GatewayPlace], replaced: GatewayPlace | None) -> None:
+    async def _run(self, places: frozenset[GatewayPlace]) -> None:
         with task_boundary(log, "the gateways are not changed; it is retried", on_error=self._failed):
-            problems = await self._cluster.run_gateways(places, replaced)
-            if replaced is not None and replaced.label not in problems:
-                self._replacement_due = self._state.clock() + NEXT_S
+            problems = await self._cluster.run_gateways(places)
             for label, problem in sorted(problems.items()):
                 if self._problems.get(label) != problem:
                     self._state.records.event("error", "GatewayNotStarted", f"on {label}: {problem}")
             self._problems = problems
-
-    def retry(self) -> None:
-        """Go on with an upgrade now: the cause of the problem may be corrected."""
-        self._replacement_due, self._problems = float("-inf"), {}
 
     def _failed(self, error: Exception) -> None:
         self._problems = {place.label: f"Ray Serve does not start it: {error}" for place in self._places}

@@ -135,7 +135,6 @@ class ReplicaTasks:
             config = replica_config(revision, target.placement, self._home, state.settings)
         else:  # an older version that continues to serve
             config = state.configs[target.id]
-        config = revision.in_its_build(config, state.settings.build)
         # a path without the model's name: socket paths are limited, and names may be long
         socket = str(self._home.sockets / f"{state.model_number(target.model)}-{target.replica}.{epoch}")
         parked = state.parked.get(target.model)

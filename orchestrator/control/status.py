@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from orchestrator.control.host_rolls import roll_status
 from orchestrator.control.host_status import host_statuses
@@ -182,7 +182,6 @@ def status(
     log_of: Callable[[str, int], Path],
     scaling_of: Callable[[ModelSpec], ScalingStatus],
     gateways: list[GatewayInFleet],
-    versions: dict[str, Any] | None,
 ) -> FleetStatus:
     """Returns the status of the fleet."""
     hosts = host_statuses(state)
@@ -199,7 +198,6 @@ def status(
         hosts=hosts,
         gateways=gateways,
         maintenance=roll_status(state.records.state.roll),
-        versions=versions,
     )
 
 

@@ -29,7 +29,6 @@ from orchestrator.daemon.cluster_survey import emulated_types, survey
 from orchestrator.daemon.controller_follower import ControllerFollower
 from orchestrator.daemon.daemon import SIGNALS, UpOptions, report_if_possible, watched
 from orchestrator.daemon.display import Display, NoDisplay
-from orchestrator.daemon.fleet_upgrade import FleetUpgrade, refuse_version
 from orchestrator.daemon.gateway_readiness import wait_for_gateway
 from orchestrator.daemon.head_loss import head_loss_warning
 from orchestrator.daemon.joined_gateways import are_starting, client_url, loopback_warning, not_started
@@ -79,10 +78,8 @@ class JoinedUp:
         address: str,
         report: Callable[[str], None],
         *,
-        upgrade: bool = False,
         display: Display | None = None,
     ) -> None:
-        """``upgrade``: a running fleet of another version of corewright gets this one."""
         self._home = home
         self._options = options
         self._spec = spec
@@ -93,9 +90,7 @@ class JoinedUp:
         self._follower = ControllerFollower(self._report, home.logs, CONTROLLER_AWAY_S, display)
         self._events: queue.SimpleQueue[str | Failed | None] = queue.SimpleQueue()  # signal, failure; None: done
         self._url = ""  # of the first gateway
-        self._upgrade = FleetUpgrade(spec.name, self._follower, self._report) if upgrade else None
         self._runs = False  # the fleet has a controller, and lives on without this process
-        self._adopts = False  # that controller was there before
 
     def run(self, on_ready: Callable[[FleetRecord], None], *, detach: bool) -> int:
         """Start or adopt the fleet and call ``on_ready``. Without ``detach``, show its changes until a signal, or its
@@ -132,8 +127,6 @@ class JoinedUp:
             signal.signal(number, self._on_signal)
         self._in_background(partial(self._work, on_ready, detach, line))
         event = self._events.get()
-        if self._upgrade is not None:
-            self._upgrade.wait_switched()
         self._follower.ending = True
         self._display.close()
         code = 0
@@ -179,9 +172,6 @@ class JoinedUp:
         with self._report.waiting(lambda: "the controller"):
             self._own_or_adopt(cpus, addresses)
         self._in_background(self._follower.narrate)
-        if self._upgrade is not None and self._adopts:
-            self._upgrade.await_hosts()
-            self._upgrade.await_replicas(self._apply())
         self._report("starting the gateways")
         with self._report.waiting(lambda: "the gateways"):
             self._wait_for_gateways()
@@ -239,12 +229,8 @@ class JoinedUp:
             hint = "use another `name` in the spec, or stop the other fleet with `corewright down` there"
             raise Failed("fleet-already-running", message, hint)
         if owner is not None and controller is not None:
-            self._follower.controller, self._runs, self._adopts = controller, True, True
-            record = cluster.record_of(name)
-            if self._upgrade is not None:
-                self._upgrade.replace_controller(record)
-                return  # replicas are last
-            if record is not None:
+            self._follower.controller, self._runs = controller, True
+            if (record := cluster.record_of(name)) is not None:
                 refuse_version(record)
             self._apply()
             return
@@ -263,8 +249,8 @@ class JoinedUp:
                 cluster.remove_fleet(name)
             raise
 
-    def _apply(self) -> int:
-        """Apply the spec to the fleet that runs already. Returns its revision."""
+    def _apply(self) -> None:
+        """Apply the spec to the fleet that runs already."""
         spec, controller = self._spec, self._follower.controller
         reply = self._follower.ask(lambda: controller.apply.remote(spec.text, spec.file, spec.base_dir, caller(), "up"))
         if "error" in reply:
@@ -277,8 +263,6 @@ class JoinedUp:
         differing = [value["name"] for value in theirs if ours.get(value["name"]) != value["value"]]
         if differing:
             self._report(f"settings of a running fleet stay as they are: {', '.join(differing)}")
-        revision: int = reply["revision"]
-        return revision
 
     def _start_controller(self, fleet: str, cpus: tuple[int, ...], addresses: dict[str, Any]) -> None:
         from orchestrator.access.authority import fleet_credentials
@@ -362,6 +346,14 @@ class JoinedUp:
             self._in_background(watch)
         self._follower.ask(lambda: self._follower.controller.wait_down.remote())
         self._report(f"the fleet {self._spec.name} has ended")
+
+
+def refuse_version(record: FleetRecord) -> None:
+    """Raises Failed if the fleet runs in another version of corewright."""
+    if record.version != corewright_version():
+        message = f"the fleet {record.name} runs corewright {record.version}, and this is {corewright_version()}"
+        hint = f"use corewright {record.version}; or stop the fleet with `corewright down`, and start it with this one"
+        raise Failed("fleet-version-differs", message, hint)
 
 
 def joined_or_failed(join: Callable[[], dict[str, Any]], at: str) -> dict[str, Any]:

@@ -10,8 +10,6 @@ from orchestrator.fleet.gateway_places import HOSTS
 from orchestrator.process.home import FleetRecord
 from placements.facts.machine import Machine
 from workers.artifacts.store.store_settings import StoreSettings
-from workers.messages.actor_message import actor_message
-from workers.messages.build import Build
 from workers.messages.credentials import Credentials
 
 DRAIN_S = 20.0
@@ -32,7 +30,6 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
     console_url: str | None = None  # of the console behind a proxy; None: loopback only
 
 
-@actor_message  # a controller of another version hands them over
 class ControllerSettings(FleetSettings, frozen=True, kw_only=True):
     """Fixed for the life of a fleet (an `up`)."""
 
@@ -49,8 +46,6 @@ class ControllerSettings(FleetSettings, frozen=True, kw_only=True):
     devices: tuple[int, ...] | None = None  # n of its /dev/neuron<n>
     record: FleetRecord | None = None  # on a Ray cluster that others started: what the controller completes and writes
     emulated: tuple[str, ...] = ()  # instance types that the spec emulates on such a cluster
-    build: Build | None = None  # of the controller itself, on such a cluster
-    follows: bool = False  # on a controller of another version
     daemon_pid: int = 0
     log_format: Literal["text", "json"] = "text"
     gateway: Credentials | None = None  # of the data plane between hosts

@@ -177,22 +177,9 @@ class ClusterClient(Protocol):
         """Returns the living machines of the joined cluster, as of the last ``lost_hosts``."""
         ...
 
-    def other_host_actors(self) -> Mapping[str, str]:
-        """Returns the host actors of other versions of corewright, which a controller of that version has started:
-        their versions by the label of their machine. They are used until they are replaced."""
-        ...
-
-    async def replace_host_actor(self, machine: str) -> str | None:
-        """Replaces the host actor of another version by one of this version. Returns None once that has replied, or why
-        it does not start: the other one stays then."""
-        ...
-
-    async def run_gateways(
-        self, places: Collection[GatewayPlace], replaced: GatewayPlace | None = None
-    ) -> Mapping[str, str]:
+    async def run_gateways(self, places: Collection[GatewayPlace]) -> Mapping[str, str]:
         """Run gateways at these places of the joined cluster, and none anywhere else. Returns once they run, or cannot
-        start: with the reasons, by the labels of their machines. Those of another version of corewright stay, except
-        at the place ``replaced``, if the new ones start there."""
+        start: with the reasons, by the labels of their machines."""
         ...
 
     async def stand_by(

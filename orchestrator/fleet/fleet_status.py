@@ -311,7 +311,6 @@ class FleetStatus(StatusFields, frozen=True, kw_only=True):
     hosts: list[HostInFleet]
     gateways: list[GatewayInFleet]
     maintenance: Any
-    versions: Any
 
     @property
     def replicas(self) -> list[ReplicaInFleet]:

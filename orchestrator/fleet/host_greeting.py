@@ -25,9 +25,9 @@ def unfit(greeting: HostGreeting | str, own: HostGreeting, *, emulated: bool) ->
     """
     if isinstance(greeting, str):
         return greeting
-    if abs(greeting.protocol - own.protocol) > 1:
+    if greeting.protocol != own.protocol:
         versions = f"it has corewright {greeting.version}, and the fleet {own.version}"
-        return f"{versions}: protocols {greeting.protocol} and {own.protocol}; upgrade step by step"
+        return f"{versions}: protocols {greeting.protocol} and {own.protocol}; install one version on all machines"
     if greeting.devices and emulated:
         return "it has Neuron devices, and the spec emulates them"
     if not greeting.devices and not emulated:

@@ -35,7 +35,7 @@ class Route(msgspec.Struct, frozen=True):
 
 
 def remote_address(status: ReplicaStatus) -> str:
-    """Returns the replica's address for other machines; empty without one. The previous version reports a path then."""
+    """Returns the replica's address for other machines; empty without one."""
     return status.address if status.address.startswith("tls://") else ""
 
 

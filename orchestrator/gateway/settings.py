@@ -7,12 +7,10 @@ from typing import Literal
 import msgspec
 
 from orchestrator.process.home import WILDCARDS
-from workers.messages.actor_message import actor_message
 
 DRAIN_S = 20.0  # for the answers of a gateway that another one replaces
 
 
-@actor_message  # a controller of another version hands them over
 class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     """The settings of one gateway. Every limit is per gateway. Sizes in bytes, times in seconds."""
 

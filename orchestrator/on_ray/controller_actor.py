@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -50,7 +49,6 @@ from placements.spec.problems import Problem
 from workers.artifacts.store.store_settings import StoreSettings
 from workers.host.lifetime import Process, boot, own_process, process_start
 from workers.host.task_boundary import task_boundary
-from workers.messages.build import Build
 from workers.messages.metric_family import MetricFamily
 from workers.serving.replica_metrics import REFRESH_S
 
@@ -71,10 +69,6 @@ class ControllerActor:
         logs.set_up(home.logs / "controller.log", settings.log_format)
         self._down = asyncio.Event()
         self._name = settings.name
-        self._gateway = gateway
-        if settings.joined:
-            build = Build(corewright_version(), sys.executable)
-            settings = msgspec.structs.replace(settings, build=build)
         self._admin_port = settings.admin_port
         if settings.record is not None:
             self._lock = _lock(home)  # until this process ends
@@ -93,7 +87,7 @@ class ControllerActor:
             gateways=gateways,
             console=settings.console_url or f"http://127.0.0.1:{self._admin_port}{CONSOLE_PATH}/",
         )
-        restarted = settings.follows or bool(ray.get_runtime_context().was_current_actor_reconstructed)
+        restarted = bool(ray.get_runtime_context().was_current_actor_reconstructed)
         state = resume_fleet(settings, _records(settings, home, restarted=restarted), clock, restarted=restarted)
         self._removal: asyncio.Task[None] | None = None
         self._controller = Controller(state, cluster, resumed=clock.resumed_at)
@@ -174,15 +168,6 @@ class ControllerActor:
         """Returns the settings of `up`, as name, value and origin."""
         return list(self._controller.settings.config)
 
-    async def handover(self) -> tuple[ControllerSettings, GatewaySettings | None]:
-        """Returns the arguments for a controller of another version of corewright, which takes the fleet over."""
-        await self._controller.settled()
-        return self._controller.settings, self._gateway
-
-    async def retry_upgrade(self) -> None:
-        """Go on now with an upgrade that has stopped."""
-        self._controller.retry_upgrade()
-
     async def take_down(self) -> float:
         """Begin to drain and remove the fleet, on a joined cluster. Returns the drain timeout, in seconds."""
         await self._request_shutdown()
@@ -219,7 +204,7 @@ class ControllerActor:
 
 def _lock(home: Home) -> int:
     """Returns the lock of the home. Raises RuntimeError if another fleet has it. Blocks: the process of a controller
-    that was followed may not be gone yet."""
+    that has crashed may not be gone yet."""
     deadline = time.monotonic() + LOCK_S
     while (lock := home.lock()) is None and time.monotonic() < deadline:
         time.sleep(LOCK_RETRY_S)

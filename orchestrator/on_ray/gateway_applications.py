@@ -2,17 +2,16 @@
 
 Serve does not let its callers choose which replica of a deployment ends, and a changed selector restarts all of them;
 so a machine joins or leaves by an application of its own. Its name has the Ray node: a machine that joins again gets a
-new one. It also has the version of corewright: in an upgrade, both versions run on a machine for a moment. So what runs
-is known from the names alone.
+new one. So what runs is known from the names alone.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import ray
 
@@ -22,7 +21,6 @@ from orchestrator.gateway.settings import GatewaySettings
 from orchestrator.on_ray.head import Head
 from orchestrator.on_ray.ray_nodes import HEAD, own_interpreter
 from orchestrator.process.awake_clock import AwakeClock
-from orchestrator.process.version import corewright_version
 
 log = logging.getLogger(__name__)
 
@@ -31,11 +29,11 @@ DELETE_S = 30.0  # more than gateways give their requests
 CALL_S = START_S + 30.0  # for the task, which imports Serve
 POLL_S = 0.2
 KEPT = ("RUNNING", "DEPLOYING", "UNHEALTHY")  # Serve replaces unhealthy gateways; a new deployment ends all of them
-BETWEEN = "@"  # the names of fleet and machine, and the version, in the name of an application: in none of them
+BETWEEN = "@"  # the names of fleet and machine in the name of an application: in none of them
 
 
-def machine_name(fleet: str, place: GatewayPlace) -> str:
-    """Returns the name of the applications of a machine, without the version."""
+def application_name(fleet: str, place: GatewayPlace) -> str:
+    """Returns the name of the application of a machine."""
     return f"{ray_name(fleet)}{BETWEEN}{place.label}-{place.node[:8]}"
 
 
@@ -43,36 +41,6 @@ def applications_of(fleet: str, names: Iterable[str]) -> list[str]:
     """Returns those of the fleet among the names of all applications."""
     own = ray_name(fleet)
     return [name for name in names if name == own or name.startswith(own + BETWEEN)]
-
-
-class Applications(NamedTuple):
-    """What a change does with the applications of a fleet."""
-
-    wanted: Mapping[str, GatewayPlace]  # those of this version that should run, by name
-    deleted: Collection[str]  # at once
-    older: Mapping[str, str]  # of other versions, by the wanted one that replaces them once it runs
-
-
-def applications(
-    fleet: str, known: Iterable[str], places: Iterable[GatewayPlace], replaced: GatewayPlace | None, version: str
-) -> Applications:
-    """Returns the change of a fleet's ``known`` applications to those of ``version`` on machines that have none, and
-    on the machine ``replaced``; none on other machines than those of the ``places``. Pure."""
-    machines = {machine_name(fleet, place): place for place in places}
-    own = applications_of(fleet, known)
-    older = {name: f"{machine}{BETWEEN}{version}" for name in own if (machine := _machine_of(name)) in machines}
-    older = {name: new for name, new in older.items() if name != new}
-    kept = {_machine_of(name) for name, new in older.items() if new not in own}
-    wanted = {
-        f"{machine}{BETWEEN}{version}": place
-        for machine, place in machines.items()
-        if machine not in kept or place == replaced
-    }
-    return Applications(wanted, [name for name in own if name not in wanted and name not in older], older)
-
-
-def _machine_of(name: str) -> str:
-    return name.rpartition(BETWEEN)[0]
 
 
 class GatewayApplications:
@@ -84,12 +52,10 @@ class GatewayApplications:
         self._settings = settings
         self._fleet = fleet
 
-    async def run(
-        self, places: Collection[GatewayPlace], replaced: GatewayPlace | None, head: Head, clock: AwakeClock
-    ) -> dict[str, str]:
+    async def run(self, places: Collection[GatewayPlace], head: Head, clock: AwakeClock) -> dict[str, str]:
         """See `effects.ClusterClient.run_gateways`. Raises RayError or asyncio.TimeoutError."""
         task: Any = ray.remote(num_cpus=0, resources=HEAD, max_retries=0, **own_interpreter())(run_applications)
-        begin = partial(task.remote, self._fleet, self._settings, sorted(places), replaced)
+        begin = partial(task.remote, self._fleet, self._settings, sorted(places))
         reply = await head.ask(begin, "gateways", None)  # no deadline: it may begin whenever the head is back
         try:
             problems: dict[str, str] = await clock.within(reply, CALL_S)
@@ -99,18 +65,17 @@ class GatewayApplications:
         return problems
 
 
-def run_applications(
-    fleet: str, settings: GatewaySettings, places: Collection[GatewayPlace], replaced: GatewayPlace | None
-) -> dict[str, str]:
-    """Make the change of ``applications``. Returns why gateways do not run, by the labels of their machines."""
+def run_applications(fleet: str, settings: GatewaySettings, places: Collection[GatewayPlace]) -> dict[str, str]:
+    """Run the fleet's applications of these places, and end its others. Returns why gateways do not run, by the labels
+    of their machines."""
     from ray import serve
 
     from orchestrator.on_ray.gateway_deployment import cause_of, gateway_application
 
     start_serve()
     known = serve.status().applications
-    wanted, deleted, older = applications(fleet, known, places, replaced, corewright_version())
-    delete_applications(deleted, wait_s=0.0)
+    wanted = {application_name(fleet, place): place for place in places}
+    delete_applications([name for name in applications_of(fleet, known) if name not in wanted], wait_s=0.0)
     missing = [name for name in wanted if name not in known or known[name].status not in KEPT]
     if missing:
         targets = [
@@ -126,9 +91,6 @@ def run_applications(
         if late == failed or time.monotonic() > deadline:
             break
         time.sleep(POLL_S)
-    running = wanted.keys() - late
-    delete_applications([name for name, new in older.items() if new in running], wait_s=0.0)  # they serve until then
-    delete_applications([new for new in older.values() if new in late])  # it is tried anew
     return {wanted[name].label: cause_of(known.get(name)) or "it has not started yet" for name in late}
 
 

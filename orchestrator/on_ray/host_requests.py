@@ -14,7 +14,7 @@ from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.core.generated.autoscaler_pb2 import GetClusterStatusReply
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
-from orchestrator.fleet.cluster_names import host_actor_of, ray_name
+from orchestrator.fleet.cluster_names import HOST_ACTOR, ray_name
 from orchestrator.fleet.node_declaration import INSTANCE_LABEL, core_resources
 from placements.facts.topology import Host
 
@@ -90,7 +90,7 @@ def end_host_actors(fleet: str, used: Collection[str]) -> None:
     namespace = ray_name(fleet)
     for actor in ray.util.list_named_actors(all_namespaces=True):
         name = actor["name"]
-        host = host_actor_of(name) if actor["namespace"] == namespace else None
-        if host is not None and host[0] not in used:
+        is_own = actor["namespace"] == namespace and name.startswith(HOST_ACTOR)
+        if is_own and name.removeprefix(HOST_ACTOR) not in used:
             with contextlib.suppress(ValueError):  # it has ended meanwhile
                 ray.kill(ray.get_actor(name, namespace), no_restart=True)

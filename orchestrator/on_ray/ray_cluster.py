@@ -186,7 +186,7 @@ class RayCluster:
             actor = await self._host_actors.of(node)
             reply = actor.warm_command.remote(config.engine, config.python, config.env)
             command: str | None = await self._clock.within(reply, NEAR_S)
-        except (AttributeError, RayError, asyncio.TimeoutError) as error:  # the first: of another version
+        except (RayError, asyncio.TimeoutError) as error:
             log.warning("%s starts as a fresh process: %s", name, str(error).partition("\n")[0])
             return None
         return command
@@ -214,7 +214,6 @@ class RayCluster:
         ``keep_hosts``."""
         self._nodes.kept = kept
         self._nodes.add(names)
-        retried(self._host_actors.find_others)
         used = self._nodes.used()
         for node in self._nodes.all:
             if node.alive and node.label in used:
@@ -392,19 +391,8 @@ class RayCluster:
     def living_machines(self) -> Sequence[ClusterMachine]:
         return self._nodes.machines()
 
-    def other_host_actors(self) -> Mapping[str, str]:
-        return self._host_actors.others
-
-    async def replace_host_actor(self, machine: str) -> str | None:
-        node = next((node for node in self._nodes.all if node.alive and node.label == machine), None)
-        reason = await self._host_actors.replace(machine, node, self._clock)
-        self._processes.clear()  # each host watches them again when their status changes
-        return reason
-
-    async def run_gateways(
-        self, places: Collection[GatewayPlace], replaced: GatewayPlace | None = None
-    ) -> Mapping[str, str]:
-        return {} if self._gateways is None else await self._gateways.run(places, replaced, self._head, self._clock)
+    async def run_gateways(self, places: Collection[GatewayPlace]) -> Mapping[str, str]:
+        return {} if self._gateways is None else await self._gateways.run(places, self._head, self._clock)
 
     async def stand_by(
         self, host: str, engines: Mapping[str, str | None], folders: Collection[str]
@@ -413,11 +401,9 @@ class RayCluster:
         if node is None:
             raise HostLost(f"the Ray node of {host} is gone")
         try:
-            stand_by = getattr(await self._host_actors.of(node), "stand_by", None)
-            if stand_by is None:  # of another version
-                return {}
+            actor = await self._host_actors.of(node)
             job = None if self._is_joined else ray.get_runtime_context().get_job_id()
-            reply = stand_by.remote(dict(engines), list(folders), job, self._shared_variables(node))
+            reply = actor.stand_by.remote(dict(engines), list(folders), job, self._shared_variables(node))
             cached: Mapping[str, CachedBytes] = await self._clock.within(reply, CALL_DEADLINE_S)
         except (RayError, asyncio.TimeoutError) as error:
             raise HostLost(f"the host actor of {host} does not keep it ready: {error}") from error

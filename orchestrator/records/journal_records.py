@@ -7,7 +7,6 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from workers.messages.build import Build
 from workers.messages.replica_config import Origin
 
 
@@ -31,7 +30,6 @@ class Revision(Record, frozen=True, kw_only=True):
     of: int | None  # the revision that it restores
     plan: dict[str, Any]  # the summary that `rollout history` shows
     canary: float | None = None  # share of the requests for the new version, 0 to 1
-    build: Build | None = None  # that its replicas run, on a joined cluster; None: the controller's
 
 
 class RolloutState(Record, frozen=True, kw_only=True, tag="rollout"):

@@ -33,7 +33,6 @@ from placements.planner.spec_hosts import hosts_for
 from placements.spec.notation import is_path
 from placements.spec.parse import parse
 from placements.spec.schema import ModelSpec, Spec
-from workers.messages.build import Build
 from workers.messages.replica_config import ADAPTERS, SOURCE, Keys, Origin, ReplicaConfig
 
 if TYPE_CHECKING:
@@ -69,23 +68,13 @@ class ResolvedRevision:
 
     @cached_property
     def versions(self) -> Mapping[str, str]:
-        """The version by model: a hash of its replicas' configuration and build."""
+        """The version by model: a hash of its replicas' configuration."""
         return {model.name: self.version(model) for model in self.spec.models}
 
     def version(self, model: ModelSpec) -> str:
         engine, adapters = self.engines[model.name], self.adapters.get(model.name, {})
         loaded = adapters_at_start(model, adapters.values(), live=self.hosts[0].emulated)
-        build = self.revision.build
-        own = {} if build is None else {"build.version": build.version, "build.python": build.python}
-        return version_of(model, engine, self.length(model), interpreters(self.spec, engine) | own, loaded)
-
-    def in_its_build(self, config: ReplicaConfig, own: Build | None) -> ReplicaConfig:
-        """Returns the configuration with the interpreter of this revision's build, if that is not the controller's,
-        ``own``. An interpreter that the spec names stays."""
-        build = self.revision.build
-        if build is None or build == own or config.python is not None:
-            return config
-        return msgspec.structs.replace(config, python=build.python)
+        return version_of(model, engine, self.length(model), interpreters(self.spec, engine), loaded)
 
     def length(self, model: ModelSpec) -> int:
         """Returns the tokens of a slot."""

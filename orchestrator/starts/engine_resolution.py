@@ -40,7 +40,7 @@ async def resolve_engine(config: ReplicaConfig, generation: ResolvedRevision, ho
         return await _chosen(config, generation, hosts)
     if config.python is not None or config.engine in (*PACKAGES, "torch-neuronx"):
         interpreter = await hosts.interpreter(config.python, config.host)
-        refused = _refusal(interpreter, config.engine, generation) or _misread(
+        refused = _refusal(interpreter, config.engine) or _misread(
             interpreter, config.engine, config.model, generation
         )  # 2
         if refused is not None:
@@ -59,9 +59,9 @@ async def _chosen(config: ReplicaConfig, generation: ResolvedRevision, hosts: Ho
     usable: dict[Engine, Interpreter] = {}
     refusals: list[Failure] = []
     for engine in AUTO_ENGINES:
-        python = spec.python_for(engine) or config.python
+        python = spec.python_for(engine)
         interpreter = await hosts.interpreter(python, config.host)
-        refused = _refusal(interpreter, engine, generation)
+        refused = _refusal(interpreter, engine)
         if refused is None:
             usable[engine] = interpreter
         elif python is not None:  # the spec names it, so it should work
@@ -78,17 +78,14 @@ async def _chosen(config: ReplicaConfig, generation: ResolvedRevision, hosts: Ho
         return Failure(chosen.id, chosen.what + also, chosen.hint)
     if chosen in usable and (misread := _misread(usable[chosen], chosen, config.model, generation)):
         return misread
-    python = spec.python_for(chosen) or config.python
-    return msgspec.structs.replace(
-        config, engine=chosen, dtype=model.dtype_on(chosen), python=python, warm=spec.is_warm(chosen)
-    )
+    dtype, python = model.dtype_on(chosen), spec.python_for(chosen)
+    return msgspec.structs.replace(config, engine=chosen, dtype=dtype, python=python, warm=spec.is_warm(chosen))
 
 
-def _refusal(interpreter: Interpreter, engine: str, generation: ResolvedRevision) -> Failure | None:
-    minor, build = f"{sys.version_info.major}.{sys.version_info.minor}", generation.revision.build
-    version = corewright_version() if build is None else build.version
+def _refusal(interpreter: Interpreter, engine: str) -> Failure | None:
+    minor = f"{sys.version_info.major}.{sys.version_info.minor}"
     needs = None if engine in SERVER_ENGINES else engine  # the server has an interpreter of its own
-    return refusal(interpreter, needs, ray=_ray_version(), python_minor=minor, corewright=version)
+    return refusal(interpreter, needs, ray=_ray_version(), python_minor=minor, corewright=corewright_version())
 
 
 def _misread(interpreter: Interpreter, engine: str, model: str, generation: ResolvedRevision) -> Failure | None:

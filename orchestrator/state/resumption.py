@@ -76,7 +76,6 @@ def _first_revision(settings: ControllerSettings, past: JournalState) -> Revisio
         base_dir=settings.base_dir,
         of=None,
         plan={},
-        build=settings.build,
     )
 
 

@@ -15,7 +15,7 @@ from workers.batching.encode_batcher import EncodeBatcher
 from workers.engines.encoder.echo import EchoEncoder
 from workers.messages.encoder_protocol import EncodeEngine, EncodeInput
 from workers.messages.requests import GenerateRequest
-from workers.messages.wire import PROTOCOL, Welcome
+from workers.messages.wire import Welcome
 from workers.serving.dataplane import DataPlane
 
 
@@ -49,7 +49,6 @@ class EncoderReplica:
             spec.max_len,
             spec.prefill_buckets[-1],
             spec.vocab_size,
-            protocol=PROTOCOL,
             width=spec.width,
             labels=list(spec.labels),
         )

@@ -156,7 +156,6 @@ STATUS: dict[str, Any] = {
     ],
     "gateways": [],
     "maintenance": None,
-    "versions": None,
 }
 
 

@@ -39,7 +39,6 @@ from workers.artifacts.fetch.progress import FetchStatus
 from workers.host.interpreter import Interpreter
 from workers.host.lifetime import since_boot
 from workers.host.page_cache import CachedBytes
-from workers.messages.build import Build
 from workers.messages.metric_family import MetricFamily
 from workers.messages.notice import Notice
 from workers.messages.replica_config import ReplicaConfig
@@ -180,10 +179,6 @@ class FakeCluster:
         self.refused_types: dict[str, str] = {}  # why machines are not started, by instance type
         self.requests: dict[str, asyncio.Task[None]] = {}  # of machines, by host
         self.gateways: frozenset[GatewayPlace] = frozenset()
-        self.replaced: list[str] = []  # in an upgrade, in this order
-        self.old_host_actors: dict[str, str] = {}  # the version by machine
-        self.host_actor_problems: dict[str, str] = {}  # by machine
-        self.gateway_problems: dict[str, str] = {}  # by machine
         self.notices: dict[str, Notice] = {}  # by host
         self.standing_by: dict[str, tuple[dict[str, str | None], list[str]]] = {}  # by host: its engines and folders
         self.cached = 2**30  # bytes of each parked folder, of 1 GiB
@@ -424,23 +419,9 @@ class FakeCluster:
         names = [name for name in self.host_names if name not in self.lost_now]
         return [ClusterMachine(GatewayPlace(f"m-{name}", self.nodes.get(name, "1")), name, name) for name in names]
 
-    def other_host_actors(self) -> Mapping[str, str]:
-        return dict(self.old_host_actors)
-
-    async def replace_host_actor(self, machine: str) -> str | None:
-        self.replaced.append(f"host {machine}")
-        reason = self.host_actor_problems.get(machine)
-        if reason is None:
-            del self.old_host_actors[machine]
-        return reason
-
-    async def run_gateways(
-        self, places: Collection[GatewayPlace], replaced: GatewayPlace | None = None
-    ) -> Mapping[str, str]:
+    async def run_gateways(self, places: Collection[GatewayPlace]) -> Mapping[str, str]:
         self.gateways = frozenset(places)
-        if replaced is not None:
-            self.replaced.append(f"gateway {replaced.label}")
-        return self.gateway_problems
+        return {}
 
     async def stand_by(
         self, host: str, engines: Mapping[str, str | None], folders: Collection[str]
@@ -499,7 +480,6 @@ class Played:
         record: FleetRecord | None = None,
         awake: bool = False,
         restarted: bool = False,
-        build: Build | None = None,
         in_thread: InThread = _at_once,
     ) -> None:
         """``awake``: the clock leaves pauses of the loop out, as in production; ``restarted`` as the controller's."""
@@ -517,7 +497,6 @@ class Played:
             cpus=(0, 1),
             instance=instance,
             record=record,
-            build=build,
         )
         self.home = home
         self.cluster = cluster

@@ -1,4 +1,4 @@
-"""The form in which the arguments and results of actor calls cross processes of two versions of corewright."""
+"""The form in which the arguments and results of actor calls cross processes of different versions of corewright."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ T = TypeVar("T")
 def actor_message(kind: type[T]) -> type[T]:
     """Decorates a struct that Ray passes from process to process: it is pickled as msgpack.
 
-    During an upgrade the receiver may be of the previous or the next version: a field that it does not have is ignored,
-    and one that is missing has its default. A struct's own pickle would fail.
+    The receiver may have another version with the same `wire.PROTOCOL`: a field that it does not have is ignored, and
+    one that is missing has its default. A struct's own pickle would fail.
     """
     copyreg.pickle(kind, _reduced)
     return kind

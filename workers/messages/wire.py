@@ -10,9 +10,9 @@ answered BUSY, and ``Room`` follows when it may be sent again. A replica sends a
 of bytes ahead of the gateway's ``Taken``, so that no answer fills the connection. End of file means that the peer has
 disconnected.
 
-During an upgrade the peers are of two versions. New fields of structs have defaults, and unknown ones are ignored. What
-a peer of the previous version could not read, such as another message or another finish reason, raises ``PROTOCOL``,
-and is sent only to peers that have that protocol.
+Machines may have different versions of corewright with the same ``PROTOCOL``: new fields of structs have defaults, and
+unknown ones are ignored. What such a peer could not read, such as another message, another finish reason or another
+method of an actor, raises ``PROTOCOL``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     gateway: str
     token: str
     epoch: int
-    protocol: int = 0
+    protocol: int = PROTOCOL
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
@@ -47,7 +47,7 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     max_prompt: int  # tokens: the largest prefill bucket
     vocab_size: int
     prefix_block: int = 0  # tokens in a prefix-cache block; 0: prompts are always read from their beginning
-    protocol: int = 0
+    protocol: int = PROTOCOL
     width: int = 0  # numbers that each input gives, of an encoder; 0: it generates
     labels: list[str] = []  # of a classification, in their order
 
@@ -92,10 +92,10 @@ _decoder = msgspec.msgpack.Decoder(Message)
 
 
 def mismatch(protocol: int) -> str | None:
-    """Returns why a peer with that protocol cannot be served; None: it is at most one version away."""
-    if abs(protocol - PROTOCOL) <= 1:
+    """Returns why a peer with that protocol cannot be served; None: it has the same one."""
+    if protocol == PROTOCOL:
         return None
-    return f"its protocol is {protocol}, here it is {PROTOCOL}: versions may differ by one, so upgrade step by step"
+    return f"its protocol is {protocol}, here it is {PROTOCOL}: install one version of corewright on all machines"
 
 
 class WireError(Exception):

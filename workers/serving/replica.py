@@ -34,7 +34,7 @@ from workers.messages.engine_protocol import EngineLoadError
 from workers.messages.replica_config import NEVER_SET, ReplicaConfig
 from workers.messages.requests import FinishReason, GenerateRequest, TokenEvent
 from workers.messages.status import Failure, Phase, ReplicaStatus
-from workers.messages.wire import PROTOCOL, Welcome
+from workers.messages.wire import Welcome
 from workers.neff_cache import compiled_artifacts
 from workers.serving.backend import Backend, local_contents, open_backend
 from workers.serving.dataplane import DataPlane
@@ -207,7 +207,6 @@ class Replica:
                 max_prompt=spec.prefill_buckets[-1],
                 vocab_size=spec.vocab_size,
                 prefix_block=spec.prefix_block,
-                protocol=PROTOCOL,
                 width=spec.width,
                 labels=list(spec.labels),
             ),

@@ -17,7 +17,6 @@ from orchestrator.gateway.serving.ticket import Ticket
 from orchestrator.process.version import corewright_version
 from workers.messages.requests import FinishReason
 from workers.messages.wire import (
-    PROTOCOL,
     Cancel,
     FrameReader,
     Hello,
@@ -64,7 +63,7 @@ class ReplicaLink(asyncio.Protocol):
         self.id = route.id
         self.replica = int(route.id.rpartition("/")[2])  # its number, for metrics
         self.welcome: Welcome | None = None
-        self._hello = Hello(gateway, token, route.epoch, PROTOCOL)
+        self._hello = Hello(gateway, token, route.epoch)
         self._on_change = on_change
         self._on_ended = on_ended
         self._on_lost = on_lost

@@ -13,11 +13,9 @@ from hypothesis import strategies as st
 
 from orchestrator.fleet.gateway_places import ClusterMachine, GatewayPlace, wanted_gateways
 from orchestrator.fleet.key_usage import KeyUsage, KeyUsageExchange
-from orchestrator.on_ray.gateway_applications import applications, machine_name
 from orchestrator.process.home import FleetRecord
 from orchestrator.scaling.demand_report import DemandReport
 from tests.orchestrator.fakes import FakeCluster, Played, virtually
-from workers.messages.build import Build
 from workers.messages.notice import Notice
 
 SPEC = """\
@@ -66,12 +64,10 @@ def test_each_machine_has_its_gateway_by_the_setting(places_on: str, ended: tupl
     assert sorted(place.label for place in wanted_gateways(places_on, MACHINES, ended)) == list(labels)
 
 
-def play(
-    tmp_path: Path, story: Callable[[Played, FakeCluster], Coroutine[Any, Any, None]], build: Build | None = None
-) -> None:
+def play(tmp_path: Path, story: Callable[[Played, FakeCluster], Coroutine[Any, Any, None]]) -> None:
     async def live() -> None:
         cluster = FakeCluster()
-        async with Played(tmp_path, cluster, SPEC, record=RECORD, build=build) as played:
+        async with Played(tmp_path, cluster, SPEC, record=RECORD) as played:
             await played.settled()
             await story(played, cluster)
 
@@ -135,87 +131,6 @@ def test_a_host_that_ends_sends_its_clients_away_until_shortly_before_its_end(tm
         assert cluster.gateways == {GatewayPlace(f"m-{HOSTS[0]}", "1")}
 
     play(tmp_path, story)
-
-
-def test_gateways_of_another_version_are_replaced_machine_after_machine(tmp_path: Path) -> None:
-    """The next one follows once the replaced one does not serve any more. If a new one does not start, the others stay,
-    and it is tried again."""
-
-    async def story(played: Played, cluster: FakeCluster) -> None:
-        first, second = (f"m-{host}" for host in HOSTS)
-        await reported(played, *HOSTS, seconds=3.0, version="0.0.9")
-        assert set(cluster.replaced) == {f"gateway {first}"}
-        cluster.gateway_problems = {second: "it fails"}
-        await reported(played, HOSTS[0], seconds=1.0, version="0.1.0")
-        cluster.replaced.clear()
-        for _ in range(28):
-            await reported(played, HOSTS[0], version="0.1.0")
-            await reported(played, HOSTS[1], version="0.0.9")
-        assert 1 <= cluster.replaced.count(f"gateway {second}") <= 2, "it is retried each half minute"
-        versions = played.controller.status().versions
-        assert versions["gateways"] == {second: "0.0.9"}
-        assert versions["problem"] == f"the gateway on {second} does not start: it fails"
-        cluster.gateway_problems = {}
-        await reported(played, *HOSTS, version="0.1.0")
-        assert played.controller.status().versions is None
-        cluster.replaced.clear()
-        await reported(played, *HOSTS, seconds=40.0, version="0.1.0")
-        assert not cluster.replaced
-
-    play(tmp_path, story, build=Build("0.1.0", "/opt/new/bin/python"))
-
-
-def test_host_actors_are_replaced_host_after_host_before_the_gateways(tmp_path: Path) -> None:
-    async def story(played: Played, cluster: FakeCluster) -> None:
-        first, second = (f"m-{host}" for host in HOSTS)
-        cluster.old_host_actors = {first: "0.0.9", second: "0.0.9"}
-        await reported(played, *HOSTS, seconds=5.0, version="0.0.9")
-        assert cluster.replaced[:3] == [f"host {first}", f"host {second}", f"gateway {first}"]
-
-    play(tmp_path, story, build=Build("0.1.0", "/opt/new/bin/python"))
-
-
-def test_an_upgrade_stops_at_a_host_whose_new_actor_does_not_start(tmp_path: Path) -> None:
-    """Neither other hosts nor gateways follow, and the repeated command goes on."""
-
-    async def story(played: Played, cluster: FakeCluster) -> None:
-        first, second = (f"m-{host}" for host in HOSTS)
-        cluster.old_host_actors = {first: "0.0.9", second: "0.0.9"}
-        cluster.host_actor_problems = {first: "it has no interpreter"}
-        await reported(played, *HOSTS, seconds=40.0, version="0.0.9")
-        assert cluster.replaced == [f"host {first}"] * 2, "it is retried each half minute"
-        versions = played.controller.status().versions
-        assert versions["host_actors"] == {first: "0.0.9", second: "0.0.9"}
-        assert versions["problem"] == f"the host actor on {first} does not start: it has no interpreter"
-        cluster.host_actor_problems.clear()
-        played.controller.retry_upgrade()
-        assert played.controller.status().versions["problem"] is None
-        await reported(played, *HOSTS, seconds=5.0, version="0.0.9")
-        assert cluster.replaced[2:5] == [f"host {first}", f"host {second}", f"gateway {first}"]
-        versions = played.controller.status().versions
-        assert (versions["host_actors"], versions["problem"]) == ({}, None)
-
-    play(tmp_path, story, build=Build("0.1.0", "/opt/new/bin/python"))
-
-
-NAMES = [machine_name("chat", MACHINES[3].place), machine_name("chat", MACHINES[4].place)]
-NODES = [MACHINES[3].place, MACHINES[4].place]
-
-
-def test_an_application_is_replaced_on_one_machine_at_a_time() -> None:
-    """The old one stays until the new one runs, and on the other machines. A machine without any gets the new one."""
-    old, new = [f"{name}@1" for name in NAMES], [f"{name}@2" for name in NAMES]
-    gone = f"{machine_name('chat', MACHINES[1].place)}@1"
-    other = f"{machine_name('chats', MACHINES[1].place)}@1"
-    known = [*old, gone, other, "corewright-chat"]
-    idle = applications("chat", known, NODES, None, "2")
-    assert (idle.wanted, set(idle.deleted)) == ({}, {gone, "corewright-chat"})
-    change = applications("chat", old, NODES, NODES[0], "2")
-    assert (change.wanted, change.deleted, change.older[old[0]]) == ({new[0]: NODES[0]}, [], new[0])
-    between = applications("chat", [*old, new[0]], NODES, None, "2")
-    assert (between.wanted, between.deleted) == ({new[0]: NODES[0]}, [])
-    assert applications("chat", [old[1]], NODES, None, "2").wanted == {new[0]: NODES[0]}
-    assert applications("chat", new, NODES, None, "2") == (dict(zip(new, NODES, strict=True)), [], {})
 
 
 def test_one_gateway_exports_the_metrics_of_the_fleet(tmp_path: Path) -> None:

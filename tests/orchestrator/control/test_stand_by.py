@@ -108,7 +108,7 @@ async def test_what_a_lost_host_had_in_memory_is_not_parked(tmp_path: Path) -> N
 
 
 async def test_a_host_that_does_not_report_leaves_what_it_last_had(tmp_path: Path) -> None:
-    """As when its actor is of another version."""
+    """Of the folders in its page cache."""
     cluster = FakeCluster()
     async with Played(tmp_path, cluster, SPEC) as fleet:
         await park(fleet)

@@ -19,15 +19,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.cli.main import run
-from orchestrator.daemon import fleet_upgrade as fleet_upgrade_module
 from orchestrator.daemon import joined_up
 from orchestrator.daemon.cluster_reach import Sides, reach, refuse_versions, refused
 from orchestrator.daemon.cluster_survey import survey
-from orchestrator.daemon.controller_follower import ControllerFollower
 from orchestrator.daemon.daemon import Daemon, UpOptions
-from orchestrator.daemon.fleet_upgrade import FleetUpgrade, refuse_version
 from orchestrator.daemon.joined_down import only_fleet
-from orchestrator.daemon.joined_up import JoinedSpec, JoinedUp, joined_or_failed
+from orchestrator.daemon.joined_up import JoinedSpec, JoinedUp, joined_or_failed, refuse_version
 from orchestrator.fleet.host_binding import Member, bind_hosts, lost_hosts
 from orchestrator.fleet.host_greeting import HostGreeting, unfit
 from orchestrator.fleet.machine_claims import MachineClaims, claims, release_machines
@@ -162,7 +159,7 @@ def test_a_host_without_a_machine_is_reported() -> None:
     ("greeting", "reason"),
     [
         (
-            HostGreeting("0.8", OWN.folder, devices=False, protocol=OWN.protocol - 2),
+            HostGreeting("0.8", OWN.folder, devices=False, protocol=OWN.protocol - 1),
             "it has corewright 0.8, and the fleet 1.0",
         ),
         (msgspec.structs.replace(OWN, devices=True), "it has Neuron devices, and the spec emulates them"),
@@ -175,10 +172,8 @@ def test_a_machine_that_differs_is_left_out(greeting: HostGreeting | str, reason
     assert lines[1].startswith(f"{TYPE}: 1 machine, emulated")
 
 
-@pytest.mark.parametrize("ahead", [-1, 1])
-def test_a_machine_of_the_previous_or_next_protocol_can_be_a_host(ahead: int) -> None:
-    """As during an upgrade, when the versions are in different folders."""
-    other = HostGreeting("other", "/elsewhere", devices=False, protocol=OWN.protocol + ahead)
+def test_a_machine_with_another_version_of_the_same_protocol_can_be_a_host() -> None:
+    other = HostGreeting("other", "/elsewhere", devices=False, protocol=OWN.protocol)
     assert unfit(other, OWN, emulated=True) is None
 
 
@@ -309,7 +304,6 @@ def test_down_without_a_name_takes_the_only_fleet() -> None:
     ("arguments", "id"),
     [
         (["--detach"], "detach-needs-cluster"),
-        (["--upgrade"], "upgrade-needs-cluster"),
         (["--detach", "--watch", "--ray-address", "auto"], "watch-needs-viewer"),
     ],
 )
@@ -413,7 +407,7 @@ def test_the_machines_of_a_removed_fleet_are_free() -> None:
     assert claims(kv).keys() == {"b"}
 
 
-# Upgrading
+# Versions
 
 
 def fleet_record(version: str) -> FleetRecord:
@@ -431,78 +425,3 @@ def test_a_head_that_cannot_run_the_controller_is_refused(up: JoinedUp, monkeypa
 def test_a_fleet_of_another_version_is_not_changed_by_a_plain_up() -> None:
     refuse_version(fleet_record(corewright_version()))
     assert refusal(lambda: refuse_version(fleet_record("0.0.1"))) == "fleet-version-differs"
-
-
-def fleet_upgrade(monkeypatch: pytest.MonkeyPatch, **status: Any) -> FleetUpgrade:
-    """Returns an upgrade of a fleet with that status."""
-    follower = ControllerFollower(lambda line: None, Path("/logs"))
-    monkeypatch.setattr(follower, "ask", lambda call: (1, status))
-    return FleetUpgrade("chat", follower, lambda line: None)
-
-
-@pytest.mark.parametrize(
-    "status",
-    [
-        {"maintenance": {"hosts": ["inf2.48xlarge/0"]}, "rollout": {"state": "complete"}},
-        {"maintenance": None, "rollout": {"state": "progressing"}},
-        {"maintenance": None, "rollout": {"state": "canary"}},
-    ],
-)
-def test_an_upgrade_does_not_begin_while_replicas_move(status: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    upgrade = fleet_upgrade(monkeypatch, revision=3, **status)
-    assert refusal(lambda: upgrade.replace_controller(fleet_record("0.0.1"))) == "upgrade-refused"
-
-
-def versions(problem: str | None = None, **others: dict[str, str]) -> dict[str, Any]:
-    return {"controller": corewright_version(), "host_actors": {}, "gateways": {}, "replicas": {}, **others} | {
-        "problem": problem
-    }
-
-
-@pytest.mark.parametrize("version", [corewright_version(), None])
-def test_replicas_follow_when_host_actors_and_gateways_are_replaced(
-    version: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A gateway that does not report is not waited for for ever."""
-    monkeypatch.setattr(fleet_upgrade_module, "UNHEARD_S", 0.0)
-    upgrade = fleet_upgrade(monkeypatch)
-    replies = iter(
-        [
-            {},
-            {"gateways": [{"version": version}], "versions": versions(host_actors={"b": "0.0.1"})},
-            {"gateways": [{"version": "0.0.1"}], "versions": versions(gateways={"b": "0.0.1"})},
-            {"gateways": [{"version": version}], "versions": versions(replicas={"chat/0": "0.0.1"})},
-        ]
-    )
-    monkeypatch.setattr(upgrade._follower, "ask", lambda call: (1, next(replies)))
-    monkeypatch.setattr(fleet_upgrade_module, "POLL_S", 0.0)
-    upgrade.await_hosts()
-    assert list(replies) == []
-
-
-def test_an_upgrade_that_stops_at_a_host_says_where_and_how_to_go_on_or_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = "the host actor on b does not start: it has no interpreter"
-    upgrade = fleet_upgrade(monkeypatch, gateways=[], versions=versions(problem, host_actors={"b": "0.0.1"}))
-    with pytest.raises(Failed) as raised:
-        upgrade.await_hosts()
-    assert raised.value.problem.what == problem
-    hint = raised.value.problem.hint or ""
-    assert "run this again" in hint
-    assert "go back: run the same command with corewright" in hint
-
-
-def test_an_upgrade_ends_with_the_rollout_of_its_revision(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its last step returns then, and raises nothing."""
-    fleet_upgrade(monkeypatch, revision=4, rollout={"state": "complete"}).await_replicas(4)
-
-
-@pytest.mark.parametrize(("revision", "state"), [(5, "progressing"), (4, "failed"), (4, "paused")])
-def test_an_upgrade_whose_replicas_fail_says_how_to_go_back(
-    revision: int, state: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Revision 5 is the rollback of revision 4."""
-    upgrade = fleet_upgrade(monkeypatch, revision=revision, rollout={"state": state, "reason": "it failed"})
-    with pytest.raises(Failed) as raised:
-        upgrade.await_replicas(4)
-    assert raised.value.problem.id == "upgrade-failed"
-    assert "go back: run the same command" in (raised.value.problem.hint or "")

@@ -81,7 +81,7 @@ def test_a_long_start_is_retried_after_a_minute_and_its_time_is_in_the_message(g
 
 
 def test_without_an_expected_time_a_loading_model_is_retried_soon(gateway: LiveGateway) -> None:
-    """A controller of the previous version does not report one."""
+    """No start of the model was measured yet."""
     gateway.serve(loading(None))
 
     assert ask(gateway).headers["retry-after"] == "2"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +16,7 @@ from workers.messages.wire import (
     Cancel,
     FrameReader,
     Hello,
+    Message,
     Step,
     Submit,
     WireError,
@@ -44,6 +48,22 @@ def test_messages_arrive_as_they_were_sent_however_the_bytes_are_cut(sent: list[
     received = [message for start in range(0, len(data), cut) for message in reader.feed(data[start : start + cut])]
 
     assert received == sent
+
+
+def widened(value: Any) -> Any:
+    """Returns a decoded message with a field more in each struct."""
+    if isinstance(value, list):
+        return [widened(item) for item in value]
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {**{key: widened(item) for key, item in value.items()}, "added": [1]}
+    return value
+
+
+@given(messages)
+def test_a_message_of_another_version_is_read_without_its_further_fields(message: Step) -> None:
+    """Machines may have different versions of corewright with the same protocol."""
+    wide = msgspec.msgpack.encode(widened(msgspec.msgpack.decode(msgspec.msgpack.encode(message))))
+    assert msgspec.msgpack.decode(wide, type=Message) == message
 
 
 def test_a_length_over_the_limit_is_refused_before_it_is_buffered() -> None:
