@@ -101,6 +101,6 @@ def _refuse_impossible(outlook: Outlook, generation: ResolvedRevision) -> None:
         if not desired.mixes:
             what = f"{name}: the tokenizer changes, so the two versions cannot share requests"
             raise Refused("canary-impossible", what, "apply without --canary")
-        if choice.strategy not in ("surge", "borrow") and desired.count < 2:
+        if choice.strategy != "surge" and desired.count < 2:
             what = f"{name}: there is no room for a canary beside its only replica: {choice.why}"
             raise Refused("canary-impossible", what, "apply without --canary, or free some cores")

@@ -206,7 +206,6 @@ class SpecPreview(FleetOperation):
                     "outage_s": None if choice is None else choice.outage_s,
                     "predicted_s": None if choice is None else choice.predicted_s,
                     "why": "" if choice is None else choice.why,
-                    "borrow": None if choice is None else choice.lender,
                     "possible": choice is None or choice.possible,
                 }
             )
@@ -230,7 +229,7 @@ def _outlook(
     choices = {name: choose_strategy(situation, name) for name, step in first.steps.items() if step.old}
     for name, chosen in choices.items():
         desired = situation.desired_models[name]
-        situation = situation.with_desired(dataclasses.replace(desired, strategy=chosen.strategy, lender=chosen.lender))
+        situation = situation.with_desired(dataclasses.replace(desired, strategy=chosen.strategy))
     views = tuple(
         dataclasses.replace(view, version=situation.desired_models[view.model].version)
         for view in situation.views

@@ -279,7 +279,7 @@ def model_lines(model: dict[str, Any]) -> list[str]:
     action = _action(model)
     how = [f"{action} ({model['tag']})" if action == "replace" else action]
     if model["strategy"]:
-        how.append(model["strategy"] + (f" from {model['borrow']}" if model.get("borrow") else ""))
+        how.append(model["strategy"])
     if model["outage_s"] is not None:
         how.append(f"outage {seconds(model['outage_s'])}")
     if model["predicted_s"] is not None:

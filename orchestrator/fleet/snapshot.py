@@ -18,7 +18,6 @@ from workers.messages.status import Phase, ReplicaStatus, ServerLoad
 
 FIRST_BACKOFF_S = 1.0
 SETTLED_S = 60.0  # a replica that dies sooner after readiness counts as failed again: crash loops need pauses
-IDLE_S = 60.0  # a replica without requests for this long may lend its cores
 LOOKING_S = 600.0  # deadline of the checks before a process starts: on a small host they queue
 BREAKER_AFTER = 6  # failed starts in a row, after 31 s of pauses; further retries are rare
 BREAKER_PAUSE_S = 600.0
@@ -73,7 +72,6 @@ class ReplicaView:
     ahead_s: float = 0.0  # compiling ahead in this start
     live: int = 0  # requests in slots
     waiting: int = 0  # accepted requests without a slot
-    idle_s: float = 0.0  # since its last request ended; 0 while it has one
     step_s: float = 0.0  # age of the running engine step; 0 between steps
     compile_s: float = 0.0  # compiling in this start, or waiting for a process that compiles the same
     heard: float = 0.0  # time of its last report, on the snapshot's clock
@@ -91,11 +89,6 @@ class ReplicaView:
         """The name of its actor."""
         return actor_name(self.model, self.replica, self.epoch)
 
-    @property
-    def idle(self) -> bool:
-        """Returns whether the replica has had no requests for ``IDLE_S``."""
-        return self.live == 0 and self.waiting == 0 and self.idle_s >= IDLE_S
-
     def after(self, status: ReplicaStatus, now: float) -> ReplicaView:
         """Returns the view updated with the work that the replica reports.
 
@@ -107,7 +100,6 @@ class ReplicaView:
             heard=now,
             live=status.live,
             waiting=status.waiting,
-            idle_s=status.idle_s,
             step_s=min(status.step_s, self.step_s + passed),
             compile_s=min(status.compile_s, self.compile_s + passed),
             ended_phases=tuple(status.load_phases) if status.phase is Phase.LOADING else (),

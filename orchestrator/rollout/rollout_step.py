@@ -7,7 +7,6 @@ strategy determines the order:
 surge      one more current replica starts on free cores; once it is ready, an old one stops
 in_place   an old replica stops and a current one takes its cores; one at a time
 hold       as in_place; meanwhile requests wait instead of being rejected
-borrow     an idle replica of another model is stopped, then as surge; it restarts on the cores that become free
 """
 
 from __future__ import annotations
@@ -81,7 +80,6 @@ class DesiredModel:
     reachable: bool = False  # limit the count to what can be placed: waiting for more would never end
     frozen: bool = False  # paused: no old replica stops and no current one starts
     awaited: bool = False  # old replicas stay until the artifacts of the current ones are on their hosts
-    lender: str | None = None  # with borrow: the id of the replica that is stopped
     former: FormerVersion | None = None  # of a canary or a frozen update, if known
 
 
@@ -134,7 +132,7 @@ def step(
     best_first = sorted(old, key=lambda view: (view.state is not State.READY, view.replica))
     missing = desired.count - len(old)
     waits = desired.awaited and desired.strategy != "surge"
-    spare = 0 if desired.strategy in ("surge", "borrow") or evacuates else 1
+    spare = 0 if desired.strategy == "surge" or evacuates else 1
     if desired.canary and restores:
         comes = min(desired.count, alive if desired.frozen or waits else 1, 1)
         promised = max(desired.count - spare * comes, min(desired.count, 1))
@@ -382,22 +380,12 @@ def _plan(
 ) -> Plan:
     """Returns a plan of the current replicas of the steps, beside the old replicas that they keep."""
     desired_models, blocked = situation.desired_models, situation.blocked
-    lent = {
-        desired.lender
-        for name, desired in desired_models.items()
-        if desired.strategy == "borrow" and desired.lender is not None and steps[name].old > 0 and not desired.awaited
-    }
-    lent_by = Counter(id.rpartition("/")[0] for id in lent)  # while it is lent, regardless of its process
-    counts = {
-        name: max(0, min(model_step.count, desired_models[name].count - lent_by[name]))
-        for name, model_step in steps.items()
-    }
+    counts = {name: model_step.count for name, model_step in steps.items()}
     kept_cores = cores_by_host(view for kept in steps.values() for view in kept.keep)
     running = [
         Running(view.model, view.replica, view.host, view.cores)
         for views_of_one in replicas.current.values()
         for view in views_of_one
-        if view.id not in lent
     ]
     occupied = merged(blocked, kept_cores)
     numbered = {

@@ -24,7 +24,6 @@ class UpdateStrategy:
     strategy: Strategy
     outage_s: float | None  # how long no replica of the model serves; None: no start was measured yet
     why: str
-    lender: str | None = None
     possible: bool = True
     predicted_s: float | None = None  # until all replicas are replaced; None: no start was measured yet
 
@@ -50,32 +49,23 @@ def _choose(situation: Situation, name: str) -> UpdateStrategy:
 
     1. surge, if an extra replica finds free cores (all of them if the versions do not mix)     no outage
     2. in_place, one replica at a time, if another one serves meanwhile                         no outage
-    3. borrow, if an idle replica of no higher priority has enough cores                        no outage
-    4. in_place, if no replica of the model serves now                                          no further outage
-    5. hold, if the predicted swap takes at most ``max_swap_s``                                 requests wait
-    6. in_place                                                                                 requests are rejected
+    3. in_place, if no replica of the model serves now                                          no further outage
+    4. hold, if the predicted swap takes at most ``max_swap_s``                                 requests wait
+    5. in_place                                                                                 requests are rejected
     """
     desired = situation.desired_models[name]
     requested = desired.model.update.strategy
     ready = sum(view.model == name and view.state is State.READY for view in situation.views)
     swap_s = _swap_s(situation, name)
     cause: str | None = f"update.strategy is {requested}"
-    if requested in ("auto", "surge", "borrow"):
-        cause = _obstacle(situation, replace(desired, strategy="surge", lender=None))
     if requested in ("auto", "surge"):
+        cause = _obstacle(situation, replace(desired, strategy="surge"))
         if cause is None:
             return UpdateStrategy("surge", 0.0, "free cores hold the new replica while the old one serves")
         if requested == "surge":
             return UpdateStrategy("surge", None, cause, possible=False)
     if requested in ("auto", "in_place") and ready > 1 and desired.mixes:
         return UpdateStrategy("in_place", 0.0, f"one of {ready} replicas at a time, the others serve")
-    if requested in ("auto", "borrow"):
-        lender = _lender(situation, desired)
-        if lender is not None:
-            return UpdateStrategy("borrow", 0.0, f"{lender} is idle and lends its cores meanwhile", lender)
-        if requested == "borrow":
-            none = f"no idle replica of priority {desired.model.priority} or lower can lend its cores"
-            return UpdateStrategy("borrow", None, none + (f", and {cause}" if cause else ""), possible=False)
     if ready == 0:
         return UpdateStrategy("in_place", 0.0, "no replica serves now")
     if requested == "hold" or (
@@ -125,21 +115,3 @@ def _free_cores(situation: Situation) -> int:
         }
         free += len(set(range(host.cores)) - held - host.reserved_cores - situation.blocked.get(host.name, frozenset()))
     return free
-
-
-def _lender(situation: Situation, desired: DesiredModel) -> str | None:
-    """Returns the idle replica of the lowest priority whose cores would let the model surge."""
-    specs = {model.name: model for model in situation.spec.models}
-    idle = [
-        view
-        for view in situation.views
-        if view.model != desired.model.name
-        and view.model in specs
-        and view.state is State.READY
-        and view.idle
-        and specs[view.model].priority <= desired.model.priority
-    ]
-    for view in sorted(idle, key=lambda view: (specs[view.model].priority, len(view.cores or ()), view.id)):
-        if _obstacle(situation, replace(desired, strategy="borrow", lender=view.id)) is None:
-            return view.id
-    return None

@@ -212,7 +212,6 @@ class FleetState:
         return dataclasses.replace(
             desired,
             strategy="surge" if strategy is None else strategy.strategy,
-            lender=None if strategy is None else strategy.lender,
             canary=self.in_canary,
             frozen=self.frozen,
             former=self._former(model),
@@ -481,7 +480,7 @@ class FleetState:
         """Returns whether the model has no strategy, or one that cannot place the next replica."""
         strategy = self.strategies.get(name)
         stuck = any(missing.model == name for missing in goal.plan.unplaced)
-        return strategy is None or (stuck and strategy.strategy in ("surge", "borrow") and not self.frozen)
+        return strategy is None or (stuck and strategy.strategy == "surge" and not self.frozen)
 
     def holds(self, model: ModelSpec) -> bool:
         """Returns whether requests wait while the model has no ready replica: it is being updated or rolled back with

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from placements.spec.notation import Frozen, Seconds
 
-Strategy = Literal["auto", "surge", "in_place", "borrow", "hold"]
+Strategy = Literal["auto", "surge", "in_place", "hold"]
 
 
 class Update(Frozen):

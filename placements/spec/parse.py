@@ -25,6 +25,7 @@ from placements.spec.key_names import (
     shortened,
     shown_as,
 )
+from placements.spec.left import LEFT
 from placements.spec.notation import NAME, NAME_RULE, ranges_in
 from placements.spec.other_formats import other_format
 from placements.spec.other_names import OTHER_PLACES, OTHER_VALUES, converted
@@ -397,6 +398,9 @@ class _Reader:
             and (written.plain or str(error["input"]) not in choices)
         ):
             text = str(error["input"]).lower()
+            if f"{label}: {text}" in LEFT:
+                self._report("value-removed", where, f"{label}: {text} was removed", LEFT[f"{label}: {text}"])
+                return
             close = OTHER_VALUES.get(text) or next(iter(difflib.get_close_matches(text, choices, 1)), "")
             hint = did_you_mean([close] if close in choices else [])
             self._report("unknown-value", where, f"{label} is {shown}; it must be {field.wanted}", hint)

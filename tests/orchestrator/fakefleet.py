@@ -245,7 +245,6 @@ PLAN: dict[str, Any] = {
             "outage_s": 0.0,
             "predicted_s": 9.4,
             "why": "free cores hold the new replica while the old one serves",
-            "borrow": None,
             "possible": True,
         },
         {
@@ -258,7 +257,6 @@ PLAN: dict[str, Any] = {
             "outage_s": None,
             "predicted_s": None,
             "why": "",
-            "borrow": None,
             "possible": True,
         },
         {
@@ -271,7 +269,6 @@ PLAN: dict[str, Any] = {
             "outage_s": None,
             "predicted_s": None,
             "why": "",
-            "borrow": None,
             "possible": True,
         },
     ],

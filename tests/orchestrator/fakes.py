@@ -327,7 +327,7 @@ class FakeCluster:
             phase = Phase.READY if failure is None else Phase.FAILED
             phases = {"process": self.process_s, "weights": self.load_s}
             loaded = {"load_s": self.load_s, "load_phases": phases, "contents": self.local_contents}
-            await replica.report(phase=phase, failure=failure, idle_s=0.0, **loaded)
+            await replica.report(phase=phase, failure=failure, **loaded)
 
     async def _arrived(self, config: ReplicaConfig) -> Failure | None:
         """Wait for files that are being fetched, as an engine does, and fail when their fetch has ended."""

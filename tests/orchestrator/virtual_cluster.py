@@ -209,7 +209,7 @@ class VirtualCluster(FakeCluster):
         await replica.report(phase=Phase.LOADING)
         await asyncio.sleep(load_s)
         if not is_ended():
-            await replica.report(phase=Phase.READY, load_s=load_s, idle_s=0.0, address=f"tls://{host}")
+            await replica.report(phase=Phase.READY, load_s=load_s, address=f"tls://{host}")
 
     async def watch(self, name: str, seen: int) -> ReplicaStatus:
         replica, loop = self.actors.get(name), asyncio.get_running_loop()

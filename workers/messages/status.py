@@ -68,7 +68,6 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
     age_s: float = 0.0  # since its actor's start, as of this reading; the process may have waited as a worker before
     live: int = 0  # requests in slots, as of this reading
     waiting: int = 0  # requests accepted and not in a slot yet
-    idle_s: float = 0.0  # since the last request ended, or since it was ready; 0 with a request
     step_s: float = 0.0  # how long the engine step that runs now has been running; 0 between steps
     compile_s: float = 0.0  # how long this process has compiled, or waited for another one to compile the same
     drafted: int = 0  # tokens by the draft model, as of this reading

@@ -154,12 +154,10 @@ class Replica:
         if self._batcher is None:
             return status
         stats, now = self._batcher.stats, time.monotonic()
-        idle_since = stats.last_step_at or self._began
         return msgspec.structs.replace(
             status,
             live=stats.live,
             waiting=stats.waiting,
-            idle_s=0.0 if stats.live or stats.waiting else now - idle_since,
             step_s=0.0 if stats.step_started_at is None else now - stats.step_started_at,
             drafted=stats.drafted,
             accepted=stats.accepted,

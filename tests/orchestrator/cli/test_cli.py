@@ -732,7 +732,7 @@ GONE: dict[str, Any] = {
     "fields": [],
     "replicas": {"before": 0, "after": 0},
 }
-GONE |= {"strategy": None, "outage_s": None, "predicted_s": None, "why": "", "borrow": None, "possible": True}
+GONE |= {"strategy": None, "outage_s": None, "predicted_s": None, "why": "", "possible": True}
 
 
 def outage(seconds: float | None, strategy: str) -> dict[str, Any]:

@@ -705,33 +705,3 @@ def test_an_update_continues_after_a_check_that_ends_in_time(tmp_path: Path) -> 
         assert len(cluster.started) == 2
 
     play(tmp_path, cluster, spec(folder, degree=24), story)
-
-
-LENDING = """\
-version: 1
-hosts: {{emulate: inf2.48xlarge}}
-defaults: {{engine: cpu}}
-models:
-  m: {{source: {folder}, tp_degree: 8, max_batch: {batch}, priority: 1, update: {{strategy: borrow}}}}
-  idle: {{source: {folder}, tp_degree: 8}}
-  other: {{source: {folder}, tp_degree: 8}}
-"""
-
-
-def test_an_update_that_cannot_be_loaded_borrows_no_replica(tmp_path: Path) -> None:
-    """Borrow stops the lender first; here it stays and serves."""
-    cluster = FakeCluster()
-    stub_checkpoint(tmp_path)
-
-    async def story(played: Played) -> None:
-        await played.settled()
-        await cluster.find("idle/0").report(idle_s=600.0)
-        await played.until(lambda: played.controller.state.views["idle/0"].idle, "idle")
-        second = LENDING.format(folder=tmp_path, batch=3)
-        _, generation = await played.operator._read(second, "spec.yaml", str(tmp_path), by="x", cause="apply")
-        cluster.unloadable[generation.versions["m"]] = UNLOADABLE
-        await played.apply(second)
-        await played.until(lambda: "RolledBack" in played.happened(), "rolled back", 600.0)
-        assert (cluster.drained, len(cluster.started)) == ([], 3)
-
-    play(tmp_path, cluster, LENDING.format(folder=tmp_path, batch=2), story)

@@ -21,12 +21,9 @@ def situation(models: str, *, hosts: int = 1, mixes: bool = True, **lying: str) 
     assert parsed.spec is not None, parsed.problems
     desired_models = {m.name: DesiredModel(m, m.replicas.min, "new", mixes=mixes) for m in parsed.spec.models}
     views = tuple(
-        ReplicaView(
-            name, i, 1, HOSTS[0].name, CoreRange.parse(cores), State.READY, 0.0, version="old", load_s=8.0, idle_s=idle
-        )
+        ReplicaView(name, i, 1, HOSTS[0].name, CoreRange.parse(cores), State.READY, 0.0, version="old", load_s=8.0)
         for name, text in lying.items()
-        for i, cores in enumerate(text.replace("idle ", "").split())
-        for idle in (600.0 if text.startswith("idle ") else 0.0,)
+        for i, cores in enumerate(text.split())
     )
     for name in desired_models.keys() - {"a"}:  # only `a` changes
         desired_models[name] = DesiredModel(desired_models[name].model, desired_models[name].count, "old")
@@ -107,11 +104,6 @@ def test_a_spare_range_lets_the_new_replica_of_a_pinned_model_start_first() -> N
             "a: {tp_degree: 24, update: {strategy: surge}}",
             {"a": "0-23"},
             "a/1 needs 24 contiguous cores, but none is free on inf2.48xlarge/0",
-        ),
-        (
-            "a: {tp_degree: 8, update: {strategy: borrow}}, b: {tp_degree: 8, priority: 3}",
-            {"a": "0-7", "b": "idle 8-15"},
-            "no idle replica of priority 0 or lower can lend its cores",
         ),
     ],
 )

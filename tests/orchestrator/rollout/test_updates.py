@@ -295,25 +295,6 @@ def test_a_plan_shows_a_long_outage(tmp_path: Path) -> None:
     play(tmp_path, spec(a=pinned), story, load_s=300.0)
 
 
-def test_an_idle_model_lends_its_cores(tmp_path: Path) -> None:
-    """Borrow: the idle replica stops, the new replica surges onto its cores, and the idle one returns."""
-    more = "  idle: {tp_degree: 8}\n"
-    first = spec(a=', cores: ["0-7"], deadlines: {drain_s: 1}', b_replicas=4, more=more)
-    second = spec(a_batch=8, b_replicas=4, more=more)
-
-    async def story(played: Played) -> None:
-        await played.cluster.find("idle/0").report(idle_s=600.0)
-        await played.until(lambda: played.controller.state.views["idle/0"].idle, "idle")
-        result = await played.apply(second)
-        (change,) = [model for model in result["plan"]["models"] if model["model"] == "a"]
-        assert (change["strategy"], change["borrow"]) == ("borrow", "idle/0")
-        counts = await watched(played, "a", played.is_settled)
-        assert min(counts) >= 1
-        assert len(played.ready("idle")) == 1
-
-    play(tmp_path, first, story, load_s=300.0)
-
-
 def test_a_broken_version_is_rolled_back_while_the_old_one_serves(tmp_path: Path) -> None:
     """The new replica fails three times; no replica was drained; the former text is a new revision."""
 
@@ -1070,7 +1051,7 @@ def test_a_canary_without_a_former_version_replaces_lost_old_replicas() -> None:
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("strategy", ["surge", "in_place", "hold", "borrow"])
+@pytest.mark.parametrize("strategy", ["surge", "in_place", "hold"])
 @pytest.mark.parametrize("count", [0, 1, 2, 4])
 @pytest.mark.parametrize("left", [0, 1, 4])
 @pytest.mark.parametrize("alive", [0, 1])
