@@ -6,9 +6,7 @@ By the page "LMI handlers Inference API Schema" of DJL Serving 0.28, and its cod
 
 from __future__ import annotations
 
-import csv
-import io
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar
 
@@ -127,36 +125,6 @@ def joined_lines(body: bytes) -> bytes:
             raise invalid(what, param=differing[0])
         joined = fields
     return _encode({**joined, "inputs": inputs})
-
-
-def _plain(body: bytes) -> bytes:
-    """Returns a text as a request with one input, in a list, as in LMI. Raises ApiError 400."""
-    return _encode({"inputs": [_text(body)]})
-
-
-def _rows(body: bytes) -> bytes:
-    """Returns the rows of a CSV as a request with all their ``inputs``; other columns are ignored, as in LMI. Raises
-    ApiError 400."""
-    try:
-        rows = list(csv.DictReader(io.StringIO(_text(body), newline="")))
-    except csv.Error as error:
-        raise invalid(f"The body is not CSV: {error}") from None
-    if not rows or "inputs" not in rows[0]:
-        raise invalid("The body: a CSV needs the column `inputs`, with its name in the first line, and a row.")
-    return _encode({"inputs": [row["inputs"] for row in rows]})
-
-
-def _text(body: bytes) -> str:
-    try:
-        return body.decode()
-    except UnicodeDecodeError as error:
-        raise invalid(f"The body is not UTF-8: {error.reason} at byte {error.start}") from None
-
-
-TO_JSON: Mapping[bytes, Callable[[bytes], bytes]] = MappingProxyType(
-    {LINES: joined_lines, b"text/plain": _plain, b"text/csv": _rows}
-)
-"""What reads a body of another content type than JSON. Raises ApiError 400."""
 
 
 def read_lmi(body: bytes) -> LmiCompletion:

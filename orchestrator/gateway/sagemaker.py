@@ -20,7 +20,7 @@ from orchestrator.gateway.controller_client import ControllerAway, ControllerCli
 from orchestrator.gateway.http.exchange import JSON, Exchange
 from orchestrator.gateway.http.http_server import Handler
 from orchestrator.gateway.http.json_nesting import checked
-from orchestrator.gateway.lmi import INVOCATIONS, TO_JSON, content_types
+from orchestrator.gateway.lmi import INVOCATIONS, LINES, content_types, joined_lines
 from orchestrator.gateway.openai import errors
 from orchestrator.gateway.openai.errors import ApiError
 from orchestrator.gateway.served_models import ServedModels
@@ -97,8 +97,11 @@ class SageMaker:
 
     def _invoke(self, exchange: Exchange, model: str | None) -> Awaitable[None] | None:
         request = exchange.request
-        for kind in content_types(request.headers.get(b"content-type", b"")) & TO_JSON.keys():
-            request.body, request.headers[b"content-type"] = TO_JSON[kind](request.body), JSON
+        kinds = content_types(request.headers.get(b"content-type", JSON))
+        if LINES in kinds:
+            request.body, request.headers[b"content-type"] = joined_lines(request.body), JSON
+        elif JSON not in kinds:
+            raise errors.wrong_content_type(request.headers[b"content-type"].decode("latin-1"), LINES.decode())
         try:
             body = msgspec.json.decode(checked(request.body), type=Json)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

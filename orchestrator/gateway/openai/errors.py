@@ -260,8 +260,10 @@ def internal_error() -> ApiError:
     return ApiError(500, message, type="internal_error", code="internal_error")
 
 
-def wrong_content_type(content_type: str) -> ApiError:
-    message = f"The body's content type is {content_type!r}; it must be 'application/json'."
+def wrong_content_type(content_type: str, other: str = "") -> ApiError:
+    """``other``: another content type that the route takes."""
+    wanted = "'application/json'" + (f" or {other!r}" if other else "")
+    message = f"The body's content type is {content_type!r}; it must be {wanted}."
     return ApiError(415, message, code="unsupported_media_type")
 
 

@@ -316,13 +316,6 @@ REFUSED: Mapping[int, str] = MappingProxyType(
 )
 _OF_ALL = (400, 401, 403, 405, 408, 413, 429, 431, 500, 503)
 LINES = "application/jsonlines"
-_OF_LMI: Mapping[str, str] = MappingProxyType(  # further bodies of its requests
-    {
-        LINES: "LMI's requests, which differ in `inputs` only.",
-        "text/plain": "One input.",
-        "text/csv": "Rows with a column `inputs`.",
-    }
-)
 _HEADERS: Mapping[str, tuple[str, Schema]] = MappingProxyType(  # of a request that waits for a slot
     {
         "x-session-id": (
@@ -425,8 +418,8 @@ def _body(route: GatewayRoute, references: Mapping[type, Schema], schemas: Mappi
         bodies = [_without_model(schemas[body["$ref"].rpartition("/")[2]]) for body in bodies]
     content = json_content(bodies[0] if len(bodies) == 1 else {"anyOf": bodies})
     if route.invokes:
-        for kind, description in _OF_LMI.items():
-            content[kind] = {"schema": {"type": "string", "description": description}}
+        description = "LMI's requests, which differ in `inputs` only."
+        content[LINES] = {"schema": {"type": "string", "description": description}}
     return {"required": True, "content": content}
 
 
