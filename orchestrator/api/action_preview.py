@@ -8,7 +8,7 @@ from typing import Any, Literal
 from orchestrator.api.fleet_operation import FleetOperation
 from orchestrator.api.refused import Refused
 from orchestrator.rollout.changes import replica_changes
-from orchestrator.rollout.host_roll import refusal
+from orchestrator.rollout.host_drain import refusal, without_host
 from orchestrator.rollout.rollout_step import Goal, Situation, compute_goal
 from orchestrator.rollout.update_strategy import choose_strategy
 
@@ -29,8 +29,8 @@ class ActionPreview(FleetOperation):
         index, situation = state.records.state.index, state.situation()
         cause = None
         if action == "drain" and any(host.name == target for host in state.hosts):
-            after = _without_host(situation, target)
-            cause = await state.in_thread(refusal, situation, target, partly=False)
+            after = without_host(situation, target)
+            cause = await state.in_thread(refusal, situation, target)
         elif action in ("restart", "drain"):
             after = dataclasses.replace(situation, replaced=situation.replaced | self._starts_of(action, target))
         else:
@@ -69,15 +69,6 @@ class ActionPreview(FleetOperation):
         """Returns id and epoch of the replicas that get a new process. Raises Refused."""
         views = self._state.replicas_of(self._model(target).name) if action == "restart" else [self._view(target)]
         return frozenset((view.id, view.epoch) for view in views)
-
-
-def _without_host(situation: Situation, host: str) -> Situation:
-    """Returns the situation in which the host's cores are blocked and its replicas have left."""
-    cores = {each.name: frozenset(range(each.cores)) for each in situation.hosts}
-    staying = tuple(view for view in situation.views if view.host != host)
-    return dataclasses.replace(
-        situation, views=staying, blocked={**situation.blocked, host: cores.get(host, frozenset())}
-    )
 
 
 def _effects(before: Situation, after: Situation) -> tuple[Goal, list[dict[str, Any]]]:

@@ -14,8 +14,8 @@ import msgspec
 from orchestrator.api.action_preview import ActionPreview
 from orchestrator.api.fleet_operation import exclusive
 from orchestrator.api.fleet_queries import FleetQueries
-from orchestrator.api.host_operations import HostOperations
 from orchestrator.api.refused import Refused
+from orchestrator.api.replica_operations import ReplicaOperations
 from orchestrator.api.rollout_operations import changes_text
 from orchestrator.api.spec_preview import Outlook, SpecPreview
 from orchestrator.records.journal_records import Revision
@@ -24,7 +24,7 @@ from orchestrator.revisions.spec_file import SpecFile
 from orchestrator.state.rollout_progress import rollout_state
 
 
-class Operator(SpecPreview, ActionPreview, HostOperations, FleetQueries):
+class Operator(SpecPreview, ActionPreview, ReplicaOperations, FleetQueries):
     """All operations on the fleet of one controller, on its event loop. ``by`` names the caller in the journal."""
 
     async def apply(

@@ -9,7 +9,7 @@ from orchestrator.api.refused import Refused
 from orchestrator.api.rollout_operations import RolloutOperations
 from orchestrator.fleet.fleet_status import HostInFleet
 from orchestrator.records.journal_records import Cordon, Departure, Scale
-from orchestrator.rollout.host_roll import refusal
+from orchestrator.rollout.host_drain import refusal
 from orchestrator.state.quarantine import clear
 from placements.facts.core_range import CoreRange
 
@@ -86,17 +86,24 @@ class ReplicaOperations(RolloutOperations):
 
     @exclusive
     async def drain(
-        self, target: str, by: str, deadline_s: float | None = None, check_index: int | None = None
+        self,
+        target: str,
+        by: str,
+        deadline_s: float | None = None,
+        check_index: int | None = None,
+        *,
+        keep_served: bool = False,
     ) -> HostInFleet | dict[str, Any]:
         """Moves the replicas of a host elsewhere and cordons it; or replaces one replica, given by its id.
 
-        With ``deadline_s`` it is empty by then: replicas without another place stop.
+        With ``deadline_s`` it is empty by then: replicas without another place stop. With ``keep_served`` too, that is
+        refused if a model would have no replica at all.
         """
         self._refuse_changed(check_index)
         self._refuse_frozen("drain")
         if any(host.name == target for host in self._state.hosts):
-            if deadline_s is None:
-                await self._refuse_without_room(target)
+            if deadline_s is None or keep_served:
+                await self._refuse_without_room(target, partly=deadline_s is not None)
             await self._write(Cordon(host=target, cores=None, on=True, by=by, drain=True))
             within = "" if deadline_s is None else f" within {deadline_s:g} s"
             if deadline_s is not None:
@@ -113,9 +120,9 @@ class ReplicaOperations(RolloutOperations):
         await self._set_rollout("progressing", f"{view.id} is replaced, by {by}", "RolloutRestarted")
         return {"replica": view.id, "epoch": view.epoch}
 
-    async def _refuse_without_room(self, host: str) -> None:
-        """Refuses to drain a host whose ready replicas do not fit on the others."""
-        missing = await self._state.in_thread(refusal, self._state.situation(), host, partly=False)
+    async def _refuse_without_room(self, host: str, *, partly: bool) -> None:
+        """Refuses to drain a host whose ready replicas do not fit on the others; ``partly``: not one of a model."""
+        missing = await self._state.in_thread(refusal, self._state.situation(), host, partly=partly)
         if missing is not None:
             raise Refused("drain-no-room", f"{host} cannot be drained: {missing}", "scale down or unload a model first")
 

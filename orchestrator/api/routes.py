@@ -17,7 +17,6 @@ from orchestrator.api.schemas import (
     EventsQuery,
     HostCores,
     HostOrReplica,
-    HostsToRoll,
     LogQuery,
     ModelName,
     ReplicaCount,
@@ -247,15 +246,5 @@ ROUTES: tuple[AdminRoute, ...] = (
     _change(
         "/drain", "Drain and cordon a host, or replace a replica.", "the change", Operator.drain, HostOrReplica, 404
     ),
-    _change(
-        "/hosts/roll",
-        "Empty one host after the other, while every model is served.",
-        "the progress",
-        Operator.roll_hosts,
-        HostsToRoll,
-        404,
-    ),
-    _change("/hosts/continue", "End the maintenance of the current host.", "the progress", Operator.continue_roll),
-    _change("/hosts/stop", "Use the current host again; drain no further one.", "the progress", Operator.stop_roll),
     AdminRoute("POST", "/down", "Drain and stop the fleet.", "202, immediately", _down, refusals=(507,), status=202),
 )

@@ -100,16 +100,10 @@ class HostOrReplica(Fields, frozen=True, kw_only=True):
         Annotated[float, msgspec.Meta(gt=0, le=31_536_000, description="The host is empty after so many seconds.")]
         | None
     ) = None
+    keep_served: Annotated[
+        bool, msgspec.Meta(description="Refuse a deadline by which a model would have no replica at all.")
+    ] = False
     check_index: CheckIndex = None
-
-
-class HostsToRoll(Fields, frozen=True, kw_only=True):
-    hosts: Annotated[list[str], msgspec.Meta(description="In this order; empty: all.")] = []
-    wait: Literal["none", "operator", "node"] = "none"
-    deadline_s: (
-        Annotated[float, msgspec.Meta(gt=0, le=31_536_000, description="Each host is empty after so many seconds.")]
-        | None
-    ) = None
 
 
 class RevisionNumber(Fields, frozen=True, kw_only=True):

@@ -9,6 +9,10 @@ from placements.spec.problems import Problem
 LEFT: Mapping[str, str] = {
     "up --upgrade": "stop the fleet with `corewright down`, and start it with `corewright up` of the other version; "
     "or start a second fleet beside it",
+    **dict.fromkeys(
+        ("hosts roll", "hosts continue", "hosts stop"),
+        "use `corewright drain HOST --wait`, `hosts wait HOST` and `uncordon HOST` for one host after the other",
+    ),
 }
 """The words that begin a command line, and an option anywhere after them -> what to use instead."""
 

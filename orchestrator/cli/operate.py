@@ -9,6 +9,7 @@ import typer
 from orchestrator.cli.app import DeadlineOption, FormatOption, ModelArgument, app, bad_parameter
 from orchestrator.cli.client import the_fleet
 from orchestrator.cli.fleet_names import names_of
+from orchestrator.cli.hosts import drained
 from orchestrator.cli.output import Format, show
 from placements.facts.core_range import CoreRange
 from placements.facts.plural import plural
@@ -84,8 +85,26 @@ def drain(
         ),
     ],
     deadline_s: DeadlineOption = None,
+    keep_served: Annotated[
+        bool, typer.Option("--keep-served", help="Refuse a deadline by which a model would have no replica at all.")
+    ] = False,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Wait until the host is empty, or the replica is replaced.")
+    ] = False,
+    timeout: Annotated[
+        float | None,
+        typer.Option(
+            min=0, metavar="S", help="Timeout of --wait, in seconds; the drain continues.", show_default="no timeout"
+        ),
+    ] = None,
     output: FormatOption = Format.TABLE,
 ) -> None:
     """Empty a host, or replace one replica. A drained host is cordoned."""
-    body = {"target": target} | ({} if deadline_s is None else {"deadline_s": deadline_s})
-    show(the_fleet().post("drain", body), output, f"{target}: draining")
+    client = the_fleet()
+    body = {"target": target} | ({} if deadline_s is None else {"deadline_s": deadline_s, "keep_served": keep_served})
+    reply = client.post("drain", body)
+    if not wait:
+        show(reply, output, f"{target}: draining")
+        return
+    host = drained(client, target, reply.get("epoch"), timeout)
+    show(host or reply, output, f"{target}: {'empty' if host else 'replaced'}")

@@ -91,7 +91,7 @@ def status_text(data: FleetStatus, paint: Paint | None = None, console: str | No
             replicas.append((model.name, model.state.value, None, None, None, None))
             if model.reason:
                 notes.append(f"{model.name}: {model.reason}")
-    notes += [*_maintenance(data), *map(_gateway_note, data.gateways)]
+    notes += map(_gateway_note, data.gateways)
     notes += [note for host in data.hosts for note in _host_notes(host)]
     parts = [
         data.hold,
@@ -162,10 +162,6 @@ def _preparing_notes(model: ModelInFleet, preparation: PreparationStatus, hosts:
     return notes + [f"    {fetch_text(fetch)}" for fetch in fetches]
 
 
-def _maintenance(data: FleetStatus) -> list[str]:
-    return [] if data.maintenance is None else [roll_line(data.maintenance)]
-
-
 def _gateway_note(gateway: GatewayInFleet) -> str:
     age = None if gateway.routes_age_s is None else f"routes {gateway.routes_age_s:.0f} s old"
     parts = (gateway.address or gateway.machine, gateway.state, gateway.reason, age)
@@ -191,17 +187,6 @@ def _host_notes(host: HostInFleet) -> list[str]:
         owner = f"pid {held.pid}{command}" if held.pid is not None else "an unknown process"
         notes.append(f"{host.name}: core {held.core} is held by {owner}")
     return notes
-
-
-def roll_line(roll: Mapping[str, Any]) -> str:
-    """Returns the progress of a maintenance of hosts in one line."""
-    host, *rest = roll["hosts"]
-    doing = {"next": "it is next", "draining": "its replicas move", "waiting": "it is empty"}[roll["phase"]]
-    waits = {"operator": ", until `corewright hosts continue`", "node": ", until its Ray node is a new one"}
-    if roll["phase"] == "waiting":
-        doing += waits[roll["wait"]]
-    why = f"; {roll['refusal']}" if roll.get("refusal") else ""
-    return f"maintenance of {host}: {doing}{why}" + (f"; then {', '.join(rest)}" if rest else "")
 
 
 def rollout_line(rollout: RolloutStatus) -> str:

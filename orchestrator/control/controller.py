@@ -21,7 +21,6 @@ from orchestrator.control.adapter_updates import AdapterUpdates
 from orchestrator.control.controller_metrics import ControllerCounters, engine_families, fleet_families, scaling_changes
 from orchestrator.control.gateways import Gateways
 from orchestrator.control.host_requests import HostRequests
-from orchestrator.control.host_rolls import HostRolls
 from orchestrator.control.host_watch import HostWatch
 from orchestrator.control.live_requests import LiveRequests
 from orchestrator.control.load_history import LoadHistory
@@ -95,7 +94,6 @@ class Controller:
         self.gateways = gateways = Gateways(state, cluster)
         self.load = LoadHistory(state.clock, state.wall)
         self.live_requests = LiveRequests(state.clock)
-        self.rolls = HostRolls(state, hosts, gateways)
         self.standby = StandBy(state, cluster)
         self.requests = HostRequests(state, cluster, counters, gateways)
 
@@ -172,7 +170,6 @@ class Controller:
             self._apply(action)
         self.prefetch.round()
         self.adapters.round()
-        await self.rolls.round()
         await self.requests.round()
 
     def _report_reach(self) -> None:
@@ -358,6 +355,8 @@ class Controller:
             log_of=self._home.log,
             scaling_of=self.scaler.status,
             gateways=self.gateways.status(),
+            nodes={name: report.node for name, report in self.hosts.reports.items()},
+            requests=self.gateways.requests(),
         )
 
     async def metrics(self, place: str = "") -> list[MetricFamily]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -109,11 +110,14 @@ class Gateways:
         leaving = records.drains | records.departures.keys()
         return sorted(machine.place.label for machine in self._cluster.living_machines() if machine.host in leaving)
 
-    def live_on(self, host: str) -> int:
-        """Returns the requests in the gateways on the planner's host."""
-        labels = {machine.place.label for machine in self._cluster.living_machines() if machine.host == host}
-        reports = [heard.report for heard in self._heard.values() if heard.report.place in labels]
-        return sum(model.waiting + model.live for report in reports for model in report.models)
+    def requests(self) -> Mapping[str, int]:
+        """Returns the number of requests in the gateways by the planner's host."""
+        hosts = {machine.place.label: machine.host for machine in self._cluster.living_machines()}
+        requests = Counter[str]()
+        for report in (heard.report for heard in self._heard.values()):
+            if (host := hosts.get(report.place)) is not None:
+                requests[host] += sum(model.waiting + model.live for model in report.models)
+        return requests
 
     def status(self) -> list[GatewayInFleet]:
         """Returns the gateways of a joined cluster for `status`: one entry for each machine where one should be."""

@@ -102,7 +102,7 @@ class HostRequests:
         if leaving:  # 3
             for host in leaving:
                 empty = not any(view.host == host and not view.gone for view in state.views.values())
-                if empty and not self._gateways.live_on(host):
+                if empty and not self._gateways.requests().get(host):
                     self._release(host, NOT_NEEDED)
             return
         await self._give_back(demand, needed)  # 4

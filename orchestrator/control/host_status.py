@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
 
 from orchestrator.fleet.effects import CoreOwner, FailedCore
 from orchestrator.fleet.fleet_status import (
@@ -17,16 +20,25 @@ from orchestrator.state.fleet_state import FleetState
 from placements.facts.core_range import ranges
 from placements.facts.topology import Host
 
+NONE: Mapping[str, Any] = MappingProxyType({})
+
 log = logging.getLogger(__name__)
 
 
-def host_statuses(state: FleetState) -> list[HostInFleet]:
-    """Returns the hosts that the fleet uses."""
+def host_statuses(
+    state: FleetState, nodes: Mapping[str, str | None] = NONE, requests: Mapping[str, int] = NONE
+) -> list[HostInFleet]:
+    """Returns the hosts that the fleet uses. ``nodes`` are their Ray nodes, ``requests`` those in their gateways."""
     kept = state.kept
-    return [_host_status(state, host) for host in state.hosts if host.name in kept]
+    return [
+        _host_status(state, host, nodes.get(host.name), requests.get(host.name, 0))
+        for host in state.hosts
+        if host.name in kept
+    ]
 
 
-def _host_status(state: FleetState, host: Host) -> HostInFleet:
+def _host_status(state: FleetState, host: Host, node: str | None, requests: int) -> HostInFleet:
+    busy = sum(not view.gone for view in state.views.of_host(host.name)) + requests
     leases = {
         view.id: view.cores for view in state.views.of_host(host.name) if view.cores is not None and not view.gone
     }
@@ -62,6 +74,8 @@ def _host_status(state: FleetState, host: Host) -> HostInFleet:
         balanced=balanced,
         cordoned="all" if cordoned == "whole" else ranges(cordoned),
         draining=host.name in state.drained(),
+        busy=busy,
+        node=node,
         leaving=None if departure is None else AnnouncedEnd(cause=departure.cause, until=departure.until),
         quarantine=[_quarantined(core, why) for core, why in sorted(withheld.items())],
         fetches=_fetches_on(state, host.name),

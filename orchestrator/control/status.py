@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from orchestrator.control.host_rolls import roll_status
 from orchestrator.control.host_status import host_statuses
 from orchestrator.fleet.fleet_status import (
     ConditionStatus,
@@ -182,14 +181,17 @@ def status(
     log_of: Callable[[str, int], Path],
     scaling_of: Callable[[ModelSpec], ScalingStatus],
     gateways: list[GatewayInFleet],
+    nodes: Mapping[str, str | None],
+    requests: Mapping[str, int],
 ) -> FleetStatus:
-    """Returns the status of the fleet."""
-    hosts = host_statuses(state)
+    """Returns the status of the fleet. ``nodes`` are the Ray nodes, and ``requests`` those in the gateways, by host."""
+    hosts = host_statuses(state, nodes, requests)
     return FleetStatus(
         name=state.current.spec.name,
         ready=ready,
         revision=state.current.number,
         index=state.records.state.index,
+        settled=state.settled_everywhere,
         rollout=rollout(state),
         conditions=conditions.report("fleet", _fleet_conditions(state, ready, hosts)),
         models=[
@@ -197,7 +199,6 @@ def status(
         ],
         hosts=hosts,
         gateways=gateways,
-        maintenance=roll_status(state.records.state.roll),
     )
 
 

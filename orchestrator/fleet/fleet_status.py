@@ -6,8 +6,6 @@ the epoch, durations in seconds. None means unknown or not applicable.
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 from msgspec import UNSET, UnsetType
 
@@ -234,6 +232,8 @@ class HostInFleet(StatusFields, frozen=True, kw_only=True):
     balanced: bool  # whether the counts add up
     cordoned: str | list[str]  # "all", or ranges
     draining: bool
+    busy: int  # its replicas, and the requests in its gateways: without any, its machine can be stopped
+    node: str | None  # its Ray node, a new one after a restart of Ray
     leaving: AnnouncedEnd | None
     quarantine: list[QuarantinedCore]
     fetches: list[FetchProgress]
@@ -305,12 +305,12 @@ class FleetStatus(StatusFields, frozen=True, kw_only=True):
     ready: bool
     revision: int
     index: int  # of the journal's last change of what the fleet should be
+    settled: bool  # every replica that has a place is ready, by a plan that knows this change
     rollout: RolloutStatus
     conditions: list[ConditionStatus]
     models: list[ModelInFleet]
     hosts: list[HostInFleet]
     gateways: list[GatewayInFleet]
-    maintenance: Any
 
     @property
     def replicas(self) -> list[ReplicaInFleet]:

@@ -15,7 +15,6 @@ from orchestrator.records.journal_records import (
     Decision,
     Departure,
     Event,
-    HostRoll,
     HostUse,
     JournalState,
     Pin,
@@ -85,8 +84,6 @@ def _changes(state: JournalState, record: AnyRecord) -> dict[str, Any]:
             if record.start_s is not None:
                 starts = {**starts, host.rpartition("/")[0]: record.start_s}
             return {"uses": _set(state.uses, host, record, absent=record.state == "released"), "host_starts": starts}
-        case HostRoll():
-            return {"roll": record if record.hosts else None}
         case Pin() if not any(record.origins) and not record.contents:
             return {"pins": _set(state.pins, record.key, record, absent=True)}
         case Pin():

@@ -85,18 +85,6 @@ class HostUse(Record, frozen=True, kw_only=True):
     start_s: float | None = None  # from the request of its machine until it joined
 
 
-class HostRoll(Record, frozen=True, kw_only=True):
-    """The progress of a maintenance of host after host."""
-
-    hosts: list[str]  # that still have their turn, the current one first; empty: it is over
-    phase: Literal["next", "draining", "waiting"]  # of the current one
-    wait: Literal["none", "operator", "node"]  # what an empty host waits for
-    deadline_s: float | None  # to empty a host
-    by: str
-    node: str = ""  # the Ray node of the current one when its drain began
-    refusal: str | None = None  # why its drain cannot begin
-
-
 class Replace(Record, frozen=True, kw_only=True):
     """A request for a new process of a replica: processes up to this epoch are replaced."""
 
@@ -198,7 +186,6 @@ class JournalState(msgspec.Struct, frozen=True, kw_only=True):
     departures: Mapping[str, Departure] = msgspec.field(default_factory=dict)  # by host
     uses: Mapping[str, HostUse] = msgspec.field(default_factory=dict)  # by host; missing if it is not used
     host_starts: Mapping[str, float] = msgspec.field(default_factory=dict)  # seconds of the last one, by instance type
-    roll: HostRoll | None = None  # the maintenance in progress
     replaces: Mapping[str, int] = msgspec.field(default_factory=dict)  # the epoch to replace, by `model/n`
     quarantines: Mapping[str, Mapping[int, Quarantine]] = msgspec.field(default_factory=dict)  # by host and core
     epochs: Mapping[str, int] = msgspec.field(default_factory=dict)  # the highest one, by `model/n`
@@ -230,7 +217,6 @@ AnyRecord = (
     | Cordon
     | Departure
     | HostUse
-    | HostRoll
     | Replace
     | Pin
     | Quarantine

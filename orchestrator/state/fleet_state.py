@@ -106,6 +106,7 @@ class FleetState:
         self.relocation: Relocation | None = None  # in progress
         self._relocated_at = float("-inf")
         self._unrelocatable: tuple[int, Situation] | None = None  # changes of views, and the rest, when none was found
+        self._planned_index = -1  # of the records that the goal follows from
         self._computed: tuple[int, Situation, Goal] | None = None  # changes of views, and what followed from them
         self._numbers: dict[str, int] = {}
         self.progress: tuple[Any, float] = ((), clock())  # the last steps, and when they or a start last changed
@@ -172,6 +173,14 @@ class FleetState:
             return None
         placed = sum(target.model == model for target in self.goal.targets)
         return self.uses.awaited() if expected > placed else None
+
+    @property
+    def settled_everywhere(self) -> bool:
+        """Returns whether every replica that has a place is ready, by a goal that follows from the present records."""
+        if self._planned_index != self.records.state.index:
+            return False
+        views = (self.views.get(target.id) for target in self.goal.targets)
+        return all(view is not None and view.state is State.READY for view in views)
 
     def settled(self, model: ModelSpec) -> bool:
         """Returns whether the rollout of the model is finished."""
@@ -344,10 +353,12 @@ class FleetState:
     async def update_goal(self) -> Goal:
         """Compute the desired state, again if cores or a ready replica that it counts on are lost meanwhile."""
         while True:
+            index = self.records.state.index
             blocked, views, changes = self.blocked(), list(self.views.values()), self.views.changes
             again = await self._update_goal()
             keeps = changes == self.views.changes or _ready_processes(views) <= _ready_processes(self.views.values())
             if not again and keeps and blocked == self.blocked():
+                self._planned_index = index
                 return self.goal
 
     async def _compute_goal(self, situation: Situation) -> Goal:

@@ -77,6 +77,7 @@ STATUS: dict[str, Any] = {
     "name": "two",
     "ready": True,
     "index": 41,
+    "settled": True,
     "revision": 3,
     "rollout": {},  # as the fleet is asked
     "conditions": [condition("Ready", True, "Served", "every model has had its replicas")],
@@ -149,13 +150,14 @@ STATUS: dict[str, Any] = {
             "starting": None,
             "balanced": True,
             "draining": False,
+            "busy": 2,
+            "node": "4a5c",
             "leaving": None,
             "quarantine": [{"core": 23, "pid": 99, "command": "python train.py", "cause": None}],
             "fetches": [],
         }
     ],
     "gateways": [],
-    "maintenance": None,
 }
 
 
@@ -454,7 +456,6 @@ class FakeFleet:
         self.refusal: Exception | None = None
         self.history = copy.deepcopy(REVISIONS)
         self.news = asyncio.Event()
-        self.rolled = ["inf2.48xlarge/0", "inf2.48xlarge/1"]  # in maintenance
 
     def _asked(self, *call: Any) -> None:
         self.calls.append(call)
@@ -563,28 +564,21 @@ class FakeFleet:
         return dict(self.told_status["hosts"][0])
 
     async def drain(
-        self, target: str, by: str, deadline_s: float | None = None, check_index: int | None = None
+        self,
+        target: str,
+        by: str,
+        deadline_s: float | None = None,
+        check_index: int | None = None,
+        *,
+        keep_served: bool = False,
     ) -> dict[str, Any]:
-        self._asked("drain", target, *(() if deadline_s is None else (deadline_s,)), by, *checked(check_index))
+        deadline = () if deadline_s is None else (deadline_s, "keep_served") if keep_served else (deadline_s,)
+        self._asked("drain", target, *deadline, by, *checked(check_index))
+        for host in self.told_status["hosts"]:
+            if host["name"] == target:
+                host["draining"] = True
+                return dict(host)
         return {"replica": target, "epoch": 1}
-
-    async def roll_hosts(self, hosts: list[str], wait: str, deadline_s: float | None, by: str) -> dict[str, Any]:
-        self._asked("roll", hosts, wait, deadline_s, by)
-        self.rolled = hosts
-        return self._roll()
-
-    async def continue_roll(self, by: str) -> dict[str, Any]:
-        self._asked("continue", by)
-        self.rolled = self.rolled[1:]
-        return self._roll()
-
-    async def stop_roll(self, by: str) -> dict[str, Any]:
-        self._asked("stop", by)
-        self.rolled = []
-        return self._roll()
-
-    def _roll(self) -> dict[str, Any]:
-        return {"hosts": self.rolled, "phase": "next", "wait": "operator", "refusal": None}
 
     async def events(self, after: int, limit: int, wait_s: float, model: str | None) -> dict[str, Any]:
         self._asked("events", after, limit, wait_s, model)

@@ -56,9 +56,11 @@ ASKED: list[tuple[str, dict[str, Any], tuple[Any, ...]]] = [
     ("requests/cancel", {"request": "r-1"}, ("cancel_request", "r-1", "me")),
     ("preview", {"action": "scale", "target": "chat", "count": 3}, ("preview", "scale", "chat", 3)),
     ("drain", {"target": "chat/0"}, ("drain", "chat/0", "me")),
-    ("hosts/roll", {"hosts": ["a/0"], "wait": "node"}, ("roll", ["a/0"], "node", None, "me")),
-    ("hosts/continue", {}, ("continue", "me")),
-    ("hosts/stop", {}, ("stop", "me")),
+    (
+        "drain",
+        {"target": "a/0", "deadline_s": 9.0, "keep_served": True},
+        ("drain", "a/0", 9.0, "keep_served", "me"),
+    ),
 ]
 
 

@@ -377,9 +377,7 @@ ABOUT_A_FLEET = [
     "cordon inf2.48xlarge/0",
     "uncordon inf2.48xlarge/0",
     "drain chat/0",
-    "hosts roll",
-    "hosts continue",
-    "hosts stop",
+    "hosts wait inf2.48xlarge/0",
 ]
 
 
@@ -539,9 +537,7 @@ def test_a_command_has_equal_json_and_yaml_output(
         ("unload chat", ("unload", "chat"), "chat: unloading"),
         ("drain chat/0", ("drain", "chat/0"), "chat/0: draining"),
         ("drain --deadline-s 90 a/0", ("drain", "a/0", 90.0), "a/0: draining"),
-        ("hosts roll a/1 --deadline-s 9", ("roll", ["a/1"], "none", 9.0), "maintenance of a/1: it is next"),
-        ("hosts continue", ("continue",), "maintenance of inf2.48xlarge/1: it is next"),
-        ("hosts stop", ("stop",), "no host is left"),
+        ("drain --deadline-s 9 --keep-served a/1", ("drain", "a/1", 9.0, "keep_served"), "a/1: draining"),
         ("cordon inf2.48xlarge/0", ("cordon", "inf2.48xlarge/0", None, True), "inf2.48xlarge/0: cordoned"),
         ("cordon inf2.48xlarge/0:3", ("cordon", "inf2.48xlarge/0", "3", True), "inf2.48xlarge/0 cores 3: cordoned"),
         (
@@ -1201,16 +1197,12 @@ def test_a_changed_mapping_is_shown_by_its_keys() -> None:
     ]
 
 
-def test_status_and_describe_show_a_host_that_ends_and_a_maintenance(
-    fleet: LiveAdmin, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """With the time of its end, and what the maintenance waits for."""
+def test_status_and_describe_show_a_host_that_ends(fleet: LiveAdmin, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the time of its end."""
     status = fleet.fleet.told_status
     status["hosts"][0] |= {"leaving": {"cause": "spot interruption", "until": AT + 120}, "cordoned": "all"}
-    status["maintenance"] = {"hosts": ["inf2.48xlarge/0"], "phase": "waiting", "wait": "node", "refusal": None}
     assert run(["status"]) == 0
     shown = capsys.readouterr().out
     assert "leaving: spot interruption, it ends at 2026-11-20 14:10:05" in shown
-    assert "maintenance of inf2.48xlarge/0: it is empty, until its Ray node is a new one" in shown
     assert run(["describe", "inf2.48xlarge/0"]) == 0
     assert "cause spot interruption, until 2026-11-20 14:10:05" in capsys.readouterr().out

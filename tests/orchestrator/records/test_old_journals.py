@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import zlib
 from pathlib import Path
 
 import pytest
 
-from orchestrator.records.journal import Journal
+from orchestrator.records.journal import Journal, read
 from orchestrator.records.journal_fold import failed_cores
 from tests.orchestrator.elsewhere import forbid_remote_sources
 from tests.orchestrator.fakes import FakeCluster, Played, virtually
@@ -47,3 +48,14 @@ def test_a_controller_continues_from_an_earlier_versions_journal(
         journal.close()
 
     virtually(live)
+
+
+def test_records_of_kinds_that_were_removed_are_skipped_and_not_reported() -> None:
+    """Unlike those of kinds that a newer version has added."""
+    data = (RECORDED / "journal").read_bytes()
+    last = read(data).state.seq
+
+    for kind, damage in (("hostroll", 0), ("added", 1)):
+        payload = b'{"kind":"%b","seq":%d,"at":1.0,"hosts":[],"phase":"next"}' % (kind.encode(), last + 1)
+        contents = read(data + b"%08x %b\n" % (zlib.crc32(payload), payload))
+        assert (len(contents.damage), contents.state.seq) == (damage, last + 1)
