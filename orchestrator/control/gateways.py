@@ -50,7 +50,7 @@ class Gateways:
         """Receive a gateway's report. Returns what it must know of the others."""
         self._heard[report.gateway] = _Heard(report, self._state.clock())
         self._forget_silent()
-        return DemandReply(usage=self._usage.receive(report.gateway, report.machine, report.usage))
+        return DemandReply(usage=self._usage.receive(report.gateway, report.usage))
 
     def _forget_silent(self) -> None:
         oldest = self._state.clock() - SILENT_S

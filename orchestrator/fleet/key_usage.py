@@ -1,14 +1,15 @@
-"""Exchanges the usage of API keys between the machines whose gateways share the keys' limits. Pure."""
+"""Exchanges the usage of API keys between the gateways of a fleet, which share the keys' limits. Pure."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 import msgspec
 
 
 class KeyUsage(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What one key has used on some machines."""
+    """What one key has used at some gateways."""
 
     key: str  # its id
     requests: float = 0.0  # since the last report
@@ -21,31 +22,30 @@ class KeyUsage(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class KeyUsageExchange:
-    """The usage not yet sent to each machine, and the live requests of each gateway."""
+    """The usage not yet sent to each gateway, and the live requests of each."""
 
     def __init__(self) -> None:
-        self._unreported: dict[str, dict[str, KeyUsage]] = {}  # by machine and key
-        self._live: dict[str, tuple[str, dict[str, int]]] = {}  # machine and live requests by key, by gateway
+        self._unreported: dict[str, dict[str, KeyUsage]] = {}  # by gateway and key
+        self._live: dict[str, dict[str, int]] = {}  # by gateway and key
 
-    def receive(self, gateway: str, machine: str, usage: Iterable[KeyUsage]) -> list[KeyUsage]:
-        """Count what a gateway reports. Returns what the gateways of other machines have used since the last reply to
-        this machine, and their live requests."""
+    def receive(self, gateway: str, usage: Iterable[KeyUsage]) -> list[KeyUsage]:
+        """Count what a gateway reports. Returns what the others have used since the last reply to it, and their live
+        requests."""
         used = list(usage)
-        own = self._unreported.setdefault(machine, {})
-        self._live[gateway] = machine, {item.key: item.live for item in used if item.live}
+        own = self._unreported.setdefault(gateway, {})
+        self._live[gateway] = {item.key: item.live for item in used if item.live}
         for other, unreported in self._unreported.items():
-            if other != machine:
+            if other != gateway:
                 for item in used:
                     if item.requests or item.tokens:
                         before = unreported.get(item.key, KeyUsage(item.key))
                         unreported[item.key] = before.plus(item.requests, item.tokens)
-        live: dict[str, int] = {}
-        for elsewhere, counts in self._live.values():
-            if elsewhere != machine:
-                for key, count in counts.items():
-                    live[key] = live.get(key, 0) + count
+        live = Counter[str]()
+        for other, counts in self._live.items():
+            if other != gateway:
+                live.update(counts)
         reply = [
-            KeyUsage(key, item.requests, item.tokens, live.get(key, 0))
+            KeyUsage(key, item.requests, item.tokens, live[key])
             for key in sorted(own.keys() | live.keys())
             for item in (own.get(key, KeyUsage(key)),)
         ]
@@ -53,7 +53,6 @@ class KeyUsageExchange:
         return reply
 
     def forget(self, gateway: str) -> None:
-        """Forget a gateway that does not report any more, and its machine if it was the last one there."""
-        machine, _ = self._live.pop(gateway, ("", {}))
-        if all(other != machine for other, _ in self._live.values()):
-            self._unreported.pop(machine, None)
+        """Forget a gateway that does not report any more."""
+        self._live.pop(gateway, None)
+        self._unreported.pop(gateway, None)

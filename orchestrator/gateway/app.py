@@ -62,7 +62,7 @@ log = logging.getLogger(__name__)
 CONTROLLER_METRICS_S = 1.0
 REPORT_S = 1.0  # between two reports of demand
 REPORT_DEADLINE_S = 10.0
-ALONE_S = 10.0  # without the controller, until the requests of other machines no longer count
+ALONE_S = 10.0  # without the controller, until requests at other gateways no longer count
 QUIET_REPORTS = 5  # without demand, every fifth report is sent
 KEY_IN_USE_S = 300.0
 SETTLE_S = 1.0
@@ -83,7 +83,7 @@ class Gateway:
         self._keys = ReceivedKeys(controller, files)
         self.gate = Authenticator(settings, KeyFile(home.keys) if files is None else KeyFile(files.keys, required=True))
         self.metrics = GatewayMetrics()
-        self._limits = KeyLimits(home.sockets / "limits", settings.gateways)
+        self._limits = KeyLimits()
         self._tokenizers = Tokenizers()
         self._generation = Generation(settings, id, self._tokenizers, self._limits, self.metrics)
         self._encoding = Encoding(settings, id, self._tokenizers, self._generation, self.metrics)
@@ -143,7 +143,7 @@ class Gateway:
             if quiet > 1 and quiet % QUIET_REPORTS:  # the first quiet one resets the last busy one
                 continue
             reported_at = now
-            usage = self._limits.report() if self._settings.place else []
+            usage = self._limits.report(now)
             about = {**self._about_this_gateway(), **self._about_requests(), "usage": usage}
             report = msgspec.structs.replace(report, **about)
             try:
@@ -157,7 +157,6 @@ class Gateway:
                 heard_at = now
                 if reply is not None:
                     self._follow(reply)
-                if reply is not None and self._settings.place:
                     self._limits.charge(reply.usage, self.gate.keys, time.monotonic())
             self._log.keep(now)
             self._tokenizers.sweep(now)
@@ -166,7 +165,6 @@ class Gateway:
         """Returns the fields of a report that say where this gateway is, and how it is."""
         settings, age_s = self._settings, self.served.routes_age_s
         return {
-            "machine": settings.machine,
             "place": settings.place,
             "version": corewright_version(),
             "address": settings.url if self.listens else "",
@@ -217,7 +215,6 @@ class Gateway:
         """Stops the gateway; to be called when every exchange is over, after ``leave``."""
         await asyncio.to_thread(self._recorder.close)
         await self._generation.stop()
-        self._limits.close()
         await self.served.stop()
 
     # Every request

@@ -148,7 +148,6 @@ class DemandReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     models: list[DemandWindow] = []
     decisions: list[RoutingDecision] = []  # a sample
     unreachable: list[str] = []  # ready replicas without a link to the gateway
-    machine: str = ""  # that the gateway runs on: the address of its Ray node
     place: str = ""  # the label of its machine on a joined cluster
     version: str = ""  # of corewright
     address: str = ""  # for its clients; empty: it does not accept connections
@@ -163,6 +162,6 @@ class DemandReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 class DemandReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The reply to a report."""
 
-    usage: list[KeyUsage] = []  # at the gateways of other machines since the last reply to this machine
+    usage: list[KeyUsage] = []  # at other gateways since the last reply to this one
     watched: bool = False  # an operator looks at the requests
     cancelled: list[str] = []  # requests that an operator has cancelled, by x-request-id

@@ -114,7 +114,7 @@ class PlayedController:
         self.reports.append(report)
         if not self.answers:
             raise ControllerAway("the controller is gone")
-        reply = DemandReply(usage=self.usage.receive(report.gateway, report.machine, report.usage))
+        reply = DemandReply(usage=self.usage.receive(report.gateway, report.usage))
         return msgspec.structs.replace(reply, **self.live_requests.receive(report))
 
     def demand_of(self, model: str) -> DemandWindow:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from functools import partial
-from pathlib import Path
 
 import msgspec.structs
 
 from orchestrator.access.keys import ApiKey, KeyRing
 from orchestrator.access.rate_limits import (
+    DEBT,
+    MINUTE_S,
     Counts,
     Exceeded,
     Remaining,
@@ -22,10 +22,10 @@ from orchestrator.access.rate_limits import (
     settle,
 )
 from orchestrator.fleet.key_usage import KeyUsage
-from orchestrator.gateway.admission.usage_counts import UsageCounts
 from orchestrator.gateway.openai import errors
 from orchestrator.gateway.openai.errors import ApiError
 
+UNUSED = Counts()
 RETRY_CONCURRENT_S = 1  # a guess: the end of a key's requests is unknown
 
 
@@ -56,15 +56,15 @@ FREE = Grant(None, None, 0, 0.0)  # of a key without limits
 
 
 class KeyLimits:
-    """The limits of all keys, shared with the other gateways of the fleet."""
+    """The limits of all keys at one gateway: exact for its own requests. What keys use at the other gateways of the
+    fleet is added when they have reported it, and owed if it exceeds a limit."""
 
-    def __init__(self, folder: Path, gateways: int) -> None:
-        """``folder`` belongs to the fleet, and is created at the first request of a key with limits; ``gateways`` is
-        how many share it. Never raises."""
-        places = 2 * (gateways + 1)  # with the spare, and old gateways that still answer after they were replaced
-        self._counts = UsageCounts(folder, places)
+    def __init__(self) -> None:
+        self._counts: dict[str, Counts] = {}  # by key, of all gateways
+        self._live: dict[str, int] = {}  # requests of this gateway, by key
         self._used: dict[str, KeyUsage] = {}  # here since the last report, by key
-        self._live_elsewhere: dict[str, int] = {}  # requests at gateways of other machines, by key
+        self._live_elsewhere: dict[str, int] = {}  # requests at other gateways, by key
+        self._pruned_at = 0.0
 
     def take(self, key: ApiKey | None, tokens: int, now: float, *, least: int | None = None) -> Grant:
         """Reserves for one request: a place, 1 request, and ``tokens``, the prompt and all that it may generate. For a
@@ -77,38 +77,42 @@ class KeyLimits:
         per_minute = key.tokens_per_minute
         if least is not None and per_minute is not None and least <= per_minute < tokens:
             tokens = per_minute
-        elsewhere = self._live_elsewhere.get(key.id, 0)
-        at_most = None if key.max_concurrent is None else key.max_concurrent - elsewhere
-        outcome = self._counts.take(
-            key.id, now, lambda counts, live: reserve(counts, key, live + elsewhere, tokens, now), at_most
-        )
+        live = self._live.get(key.id, 0)
+        outcome = reserve(self._of(key), key, live + self._live_elsewhere.get(key.id, 0), tokens, now)
         if isinstance(outcome, Exceeded):
             raise _refusal(outcome)
+        self._counts[key.id] = outcome
+        self._live[key.id] = live + 1
         self._note(key.id, 1.0, tokens)
         return Grant(self, key, tokens, now)
 
     def release(self, key: ApiKey, reserved: int, used: int, at: float, now: float) -> None:
         """Settles a reservation of ``reserved`` tokens at ``at``, of which ``used`` were used."""
+        before = self._of(key)
+        after = self._counts[key.id] = settle(before, key, reserved, used, at, now)
+        self._note(key.id, 0.0, after.tokens - refill(before, key, now).tokens)
+        live = self._live.pop(key.id, 1) - 1
+        if live > 0:
+            self._live[key.id] = live
 
-        def settled(before: Counts) -> Counts:
-            after = settle(before, key, reserved, used, at, now)
-            self._note(key.id, 0.0, after.tokens - refill(before, key, now).tokens)
-            return after
-
-        self._counts.release(key.id, now, settled)
+    def _of(self, key: ApiKey) -> Counts:
+        return self._counts.get(key.id, UNUSED)
 
     def _note(self, id: str, requests: float, tokens: float) -> None:
         self._used[id] = self._used.get(id, KeyUsage(id)).plus(requests, tokens)
 
-    # Gateways of other machines
+    # Other gateways
 
-    def report(self) -> list[KeyUsage]:
-        """Returns what keys have used here since the last report, and their requests now."""
+    def report(self, now: float) -> list[KeyUsage]:
+        """Returns what keys have used here since the last report, and their requests now. Keys without requests for
+        so long that nothing can be left to count are forgotten."""
+        if now - self._pruned_at >= MINUTE_S:
+            self._pruned_at, oldest = now, now - DEBT * MINUTE_S
+            self._counts = {id: counts for id, counts in self._counts.items() if counts.at >= oldest}
         used, self._used = self._used, {}
-        live = self._counts.live()
         return [
-            msgspec.structs.replace(used.get(id, KeyUsage(id)), live=live.get(id, 0))
-            for id in used.keys() | live.keys()
+            msgspec.structs.replace(used.get(id, KeyUsage(id)), live=self._live.get(id, 0))
+            for id in used.keys() | self._live.keys()
         ]
 
     def restore(self, reported: Iterable[KeyUsage]) -> None:
@@ -117,25 +121,19 @@ class KeyLimits:
             self._note(usage.key, usage.requests, usage.tokens)
 
     def charge(self, usage: Sequence[KeyUsage], ring: KeyRing, now: float) -> None:
-        """Counts what keys have used at gateways of other machines."""
+        """Counts what keys have used at other gateways."""
         self._live_elsewhere = {item.key: item.live for item in usage if item.live}
         for item in usage:
             key = ring.by_id(item.key)
             if key is not None and (item.requests or item.tokens):
-                self._counts.charge(
-                    key.id, now, partial(charge, quota=key, requests=item.requests, tokens=item.tokens, now=now)
-                )
+                self._counts[key.id] = charge(self._of(key), key, item.requests, item.tokens, now)
 
     def headers(self, key: ApiKey | None, now: float) -> Sequence[tuple[bytes, bytes]]:
         """Returns OpenAI's rate limit headers for the key; empty for a key without such limits."""
         if key is None or (key.requests_per_minute is None and key.tokens_per_minute is None):
             return ()
-        requests, tokens = remaining(self._counts.peek(key.id, now), key, now)
+        requests, tokens = remaining(self._of(key), key, now)
         return [*_headers(b"requests", requests), *_headers(b"tokens", tokens)]
-
-    def close(self) -> None:
-        """Closes the shared file; to be called when the gateway stops."""
-        self._counts.close()
 
 
 def _headers(of: bytes, bucket: Remaining | None) -> list[tuple[bytes, bytes]]:

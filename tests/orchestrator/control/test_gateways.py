@@ -78,7 +78,7 @@ async def reported(played: Played, *hosts: str, seconds: float = 0.0, **fields: 
     """The gateways of these hosts report each second."""
     for number in range(1 + round(seconds)):
         for host in hosts:
-            about = {"place": f"m-{host}", "machine": host, "address": f"http://{host}", **fields}
+            about = {"place": f"m-{host}", "address": f"http://{host}", **fields}
             await played.controller.demand(DemandReport(gateway=f"g-{host}", number=number, seconds=1.0, **about))
         await asyncio.sleep(1.0)
 
@@ -153,7 +153,7 @@ REPORTS = st.lists(
 
 
 @given(REPORTS)
-def test_each_machine_learns_once_what_keys_used_on_the_others(
+def test_each_gateway_learns_once_what_keys_used_at_the_others(
     reports: list[tuple[str, str, int, int]],
 ) -> None:
     exchange = KeyUsageExchange()
@@ -161,7 +161,7 @@ def test_each_machine_learns_once_what_keys_used_on_the_others(
     learned: dict[str, dict[str, list[float]]] = {name: {"x": [0, 0], "y": [0, 0]} for name in "abc"}
 
     def report(machine: str, usage: list[KeyUsage]) -> None:
-        for item in exchange.receive(f"gateway of {machine}", machine, usage):
+        for item in exchange.receive(machine, usage):
             learned[machine][item.key][0] += item.requests
             learned[machine][item.key][1] += item.tokens
 
@@ -179,11 +179,11 @@ def test_each_machine_learns_once_what_keys_used_on_the_others(
             assert learned[machine][key] == [sum(part) for part in zip(*others, strict=True)]
 
 
-def test_live_requests_count_on_other_machines_until_their_gateway_is_forgotten() -> None:
+def test_live_requests_count_at_other_gateways_until_their_gateway_is_forgotten() -> None:
     exchange = KeyUsageExchange()
-    exchange.receive("g1", "a", [KeyUsage("k", live=3)])
-    exchange.receive("g2", "a", [KeyUsage("k", live=2)])
-    assert exchange.receive("g3", "b", []) == [KeyUsage("k", live=5)]
-    assert exchange.receive("g1", "a", [KeyUsage("k", live=1)]) == []
+    exchange.receive("g1", [KeyUsage("k", live=3)])
+    assert exchange.receive("g2", [KeyUsage("k", live=2)]) == [KeyUsage("k", live=3)]
+    assert exchange.receive("g3", []) == [KeyUsage("k", live=5)]
     exchange.forget("g2")
-    assert exchange.receive("g3", "b", []) == [KeyUsage("k", live=1)]
+    assert exchange.receive("g1", [KeyUsage("k", live=1)]) == []
+    assert exchange.receive("g3", []) == [KeyUsage("k", live=1)]

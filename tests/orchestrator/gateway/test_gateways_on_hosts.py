@@ -115,30 +115,30 @@ def test_a_machine_that_drains_sends_its_clients_away(served: Served) -> None:
         gateway.close()
 
 
-def test_without_the_controller_a_machine_applies_a_keys_limits_alone(
+def test_without_the_controller_a_gateway_applies_a_keys_limits_alone(
     served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Requests of another machine, which it can no longer follow, do not keep the key out."""
+    """Requests at another gateway, which it can no longer follow, do not keep the key out."""
     monkeypatch.setattr(app, "ALONE_S", 0.0)
     gateway = LiveGateway(**PLACE)
     try:
         file = KeyFile(tmp_path / "keys.json")
         key, text = file.create("ann", allowance=Allowance(max_concurrent=1))
         gateway.controller.key_feed = KeyFeed(file)
-        gateway.controller.usage.receive("other", "10.0.0.2", [KeyUsage(key.id, live=1)])
+        gateway.controller.usage.receive("other", [KeyUsage(key.id, live=1)])
         gateway.serve(routes("m", served))
-        until(lambda: complete(gateway, text) == 429, 10, "its request on the other machine counts")
+        until(lambda: complete(gateway, text) == 429, 10, "its request at the other gateway counts")
         gateway.controller.answers = False
-        until(lambda: complete(gateway, text) == 200, 10, "only this machine's requests count")
+        until(lambda: complete(gateway, text) == 200, 10, "only its own requests count")
     finally:
         gateway.close()
 
 
-def test_a_keys_limits_hold_across_machines(tmp_path: Path) -> None:
-    """What is used on one machine counts on the other after one report, also requests in progress and unused tokens."""
+def test_a_keys_limits_hold_across_gateways(tmp_path: Path) -> None:
+    """What is used at one gateway counts at the other after one report, also requests in progress and unused tokens."""
     keys = KeyFile(tmp_path / "keys.json")
     key, _ = keys.create("ann", allowance=Allowance(requests_per_minute=2, tokens_per_minute=100, max_concurrent=2))
-    here, there = KeyLimits(tmp_path / "here", 1), KeyLimits(tmp_path / "there", 1)
+    here, there = KeyLimits(), KeyLimits()
     now = 1000.0
 
     def taken() -> bool:
@@ -149,20 +149,18 @@ def test_a_keys_limits_hold_across_machines(tmp_path: Path) -> None:
         return True
 
     def pass_on() -> None:
-        there.charge(here.report(), keys.read(), now)
+        there.charge(here.report(now), keys.read(), now)
 
     grant = here.take(key, 50, now)
     pass_on()
-    assert not taken(), "50 of 100 tokens are reserved on the other machine"
+    assert not taken(), "50 of 100 tokens are reserved at the other gateway"
     grant.settle(5, now)
     pass_on()
     assert taken(), "45 were returned"
     here.take(key, 1, now)
-    unreported = here.report()
+    unreported = here.report(now)
     assert [usage.live for usage in unreported] == [1]
     here.restore(unreported)
-    assert here.report() == unreported, "a report that was lost is repeated"
+    assert here.report(now) == unreported, "a report that was lost is repeated"
     there.charge([msgspec.structs.replace(usage, live=2) for usage in unreported], keys.read(), now)
     assert not taken()
-    here.close()
-    there.close()
