@@ -40,7 +40,7 @@ from workers.serving.backend import Backend, local_contents, open_backend
 from workers.serving.dataplane import DataPlane
 from workers.serving.failures import failure_of
 from workers.serving.replica_metrics import REFRESH_S, TAGS, Metric, Sink, StepMetrics
-from workers.serving.spans import ReplicaTracing, open_sink
+from workers.serving.spans import ReplicaTracing, open_provider
 
 log = logging.getLogger(__name__)
 
@@ -192,9 +192,9 @@ class Replica:
         if config.server is None and not config.proven:  # `start_server` has sent a request
             self._probe()
         spec = self._batcher.spec
-        sink = open_sink("corewright-replica", {"service.instance.id": f"{config.model}/{config.replica}"})
-        if sink is not None:
-            self._tracing = ReplicaTracing(sink, self._batcher, model=config.model, replica=config.replica)
+        provider = open_provider("corewright-replica", {"service.instance.id": f"{config.model}/{config.replica}"})
+        if provider is not None:
+            self._tracing = ReplicaTracing(provider, self._batcher, model=config.model, replica=config.replica)
         self._plane = DataPlane(
             Path(config.socket) if config.uses_socket else None,
             welcome=Welcome(

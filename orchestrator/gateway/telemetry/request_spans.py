@@ -8,26 +8,31 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from workers.serving.spans import Span, SpanId, SpanSink, open_sink
+from workers.serving.spans import TRACER, below, context_of, end, open_provider, start, traceparent_of
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.trace import Span, Tracer
 
 SERVICE = "corewright-gateway"
 GOOD_ENDS = frozenset({"stop", "length", "tool_calls", "function_call", "cancelled"})
+LOST = "it went to another replica"
 
 
 class RequestTracing:
     """Starts the traces of sampled requests. One for each gateway."""
 
-    def __init__(self, sink: SpanSink) -> None:
-        self._sink = sink
+    def __init__(self, provider: TracerProvider) -> None:
+        self._provider = provider
+        self._tracer = provider.get_tracer(TRACER)
 
     @classmethod
     def from_environment(cls, instance: str = "0") -> RequestTracing | None:
         """Returns None when the environment does not enable traces; ``instance`` identifies this gateway."""
-        sink = open_sink(SERVICE, {"service.instance.id": f"gateway/{instance}"})
-        return None if sink is None else cls(sink)
+        provider = open_provider(SERVICE, {"service.instance.id": f"gateway/{instance}"})
+        return None if provider is None else cls(provider)
 
     def start(
         self, headers: Mapping[bytes, bytes], model: str, operation: str = "chat", request_id: str = ""
@@ -35,49 +40,47 @@ class RequestTracing:
         """Starts the trace of a request with these ``headers``, names in lower case. Returns None when the request is
         not sampled, by the caller's `traceparent` or else by the sampler. ``operation``: chat, text_completion,
         embeddings."""
-        traceparent = headers.get(b"traceparent")
-        parent = None
-        if traceparent is not None:
-            state = headers.get(b"tracestate", b"").decode("latin-1")
-            parent = SpanId.parse(traceparent.decode("latin-1"), state)
-        id = self._sink.begin(parent, f"{operation} {model}")
-        return None if id is None else TraceHandle(self._sink, id, parent, operation, model, request_id)
+        parent = (headers.get(name, b"").decode("latin-1") for name in (b"traceparent", b"tracestate"))
+        began = time.time_ns()
+        span = start(self._tracer, f"{operation} {model}", context_of(*parent), "SERVER", began)
+        return TraceHandle(self._tracer, span, began, operation, model, request_id) if span.is_recording() else None
 
     def close(self) -> None:
         """Exports the remaining spans and closes the exporter."""
-        self._sink.close()
+        self._provider.shutdown()
 
 
-@dataclass(eq=False)
 class TraceHandle:
-    """One traced request. Each call records a time; ``end`` makes the spans."""
+    """One traced request."""
 
-    _sink: SpanSink
-    _id: SpanId
-    _parent: SpanId | None
-    _operation: str
-    _model: str
-    _request_id: str
-    _began: int = field(default_factory=time.time_ns)
-    _queued: int = 0  # when it entered the queue; 0: it is not queued
-    _waits: list[tuple[int, int]] = field(default_factory=list)
-    _attempts: list[tuple[SpanId, str, int, int]] = field(default_factory=list)  # id, replica, start, end (0: not yet)
-    _first: int = 0
+    def __init__(self, tracer: Tracer, span: Span, began: int, operation: str, model: str, request_id: str) -> None:
+        self._tracer = tracer
+        self._span = span
+        self._began = began
+        self._operation = operation
+        self._model = model
+        self._request_id = request_id
+        self._queued = 0  # when it entered the queue; 0: it is not queued
+        self._waited = 0  # nanoseconds in the queue
+        self._attempt: Span | None = None  # at a replica, now
+        self._replica: str | None = None  # the last one
+        self._first = 0
 
     def queued(self) -> None:
         """Records that the request waits for a slot; called again after its replica is lost."""
         now = time.time_ns()
-        self._leave_replica(now)
+        self._leave_replica(now, LOST)
         self._queued = now
 
     def sent(self, replica: str) -> str:
         """Records that the request goes to ``replica``. Returns the value for its `GenerateRequest.trace`."""
         now = time.time_ns()
-        self._leave_replica(now)
+        self._leave_replica(now, LOST)
         self._leave_queue(now)
-        attempt = self._id.child()
-        self._attempts.append((attempt, replica, now, 0))
-        return str(attempt)
+        self._replica = replica
+        self._attempt = start(self._tracer, f"replica {replica}", below(self._span), "CLIENT", now)
+        self._attempt.set_attribute("corewright.replica", replica)
+        return traceparent_of(self._attempt)
 
     def first_token(self) -> None:
         """Records the time of the first token."""
@@ -87,43 +90,13 @@ class TraceHandle:
         """Ends the trace. ``reason`` is the finish reason or the error code, ``usage`` the tokens of prompt and answer,
         ``status`` the HTTP status."""
         now = time.time_ns()
-        answered_by = self._attempts[-1][1] if self._attempts else None
-        failed = reason not in GOOD_ENDS
-        last = len(self._attempts) - 1
+        error = None if reason in GOOD_ENDS else reason
         self._leave_queue(now)
-        self._leave_replica(now)
-        waits = [
-            Span(name="queue", id=self._id.child(), parent=self._id, kind="internal", start=start, end=end)
-            for start, end in self._waits
-        ]
-        attempts = [
-            Span(
-                name=f"replica {replica}",
-                id=id,
-                parent=self._id,
-                kind="client",
-                start=start,
-                end=end,
-                attributes={"corewright.replica": replica},
-                error=reason if failed and i == last else None if i == last else "it went to another replica",
-            )
-            for i, (id, replica, start, end) in enumerate(self._attempts)
-        ]
-        root = Span(
-            name=f"{self._operation} {self._model}",
-            id=self._id,
-            parent=self._parent,
-            kind="server",
-            start=self._began,
-            end=now,
-            attributes=self._attributes(reason, usage, status, answered_by, now),
-            error=reason if failed else None,
-        )
-        self._sink.end(*waits, *attempts, root)
+        self._leave_replica(now, error)
+        self._span.set_attributes(self._attributes(reason, usage, status, now))
+        end(self._span, now, error)
 
-    def _attributes(
-        self, reason: str, usage: tuple[int, int] | None, status: int, replica: str | None, now: int
-    ) -> dict[str, Any]:
+    def _attributes(self, reason: str, usage: tuple[int, int] | None, status: int, now: int) -> dict[str, Any]:
         attributes: dict[str, Any] = {
             "gen_ai.operation.name": self._operation,
             "gen_ai.provider.name": "corewright",
@@ -132,11 +105,11 @@ class TraceHandle:
             "gen_ai.request.id": self._request_id,
             "gen_ai.response.finish_reasons": (reason,),
             "gen_ai.latency.e2e": (now - self._began) / 1e9,
-            "gen_ai.latency.time_in_queue": sum(end - start for start, end in self._waits) / 1e9,
+            "gen_ai.latency.time_in_queue": self._waited / 1e9,
             "http.response.status_code": status,
         }
-        if replica is not None:
-            attributes["corewright.replica"] = replica
+        if self._replica is not None:
+            attributes["corewright.replica"] = self._replica
         if reason not in GOOD_ENDS:
             attributes["error.type"] = reason
         if self._first:
@@ -149,10 +122,11 @@ class TraceHandle:
 
     def _leave_queue(self, now: int) -> None:
         if self._queued:
-            self._waits.append((self._queued, now))
+            end(start(self._tracer, "queue", below(self._span), "INTERNAL", self._queued), now)
+            self._waited += now - self._queued
             self._queued = 0
 
-    def _leave_replica(self, now: int) -> None:
-        if self._attempts and not self._attempts[-1][3]:
-            id, replica, start, _ = self._attempts[-1]
-            self._attempts[-1] = id, replica, start, now
+    def _leave_replica(self, now: int, error: str | None) -> None:
+        if self._attempt is not None:
+            end(self._attempt, now, error)
+            self._attempt = None

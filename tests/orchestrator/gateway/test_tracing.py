@@ -1,4 +1,4 @@
-"""One request is one trace across gateway, queue and replica, and one that is not traced costs next to nothing."""
+"""One request is one trace across gateway, queue and replica."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, ParentBased, Sampler, TraceIdRatioBased
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, ParentBased, Sampler
 
 from orchestrator.gateway.telemetry.request_spans import RequestTracing
 from workers.batching.step_loop import BatcherClosed
 from workers.messages.requests import FinishReason, GenerateRequest, TokenEvent
-from workers.serving.spans import ReplicaTracing, SpanId, SpanSink, is_enabled, open_sink
+from workers.serving.spans import ReplicaTracing, is_enabled, open_provider
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 SAMPLED = f"00-{TRACE}-b7ad6b7169203331-01"
@@ -33,13 +33,13 @@ STOPS = GenerateRequest(id="r1", prompt_ids=[1, 2, 3], max_tokens=4, temperature
 
 
 class Kept:
-    """A sink whose spans stay in memory."""
+    """A provider whose spans stay in memory."""
 
     def __init__(self, sampler: Sampler | None = None) -> None:
         self.exporter = InMemorySpanExporter()
         resource = Resource({"service.name": "test"})
-        provider = TracerProvider(sampler=sampler or ParentBased(ALWAYS_ON), resource=resource)
-        self.sink = SpanSink(SimpleSpanProcessor(self.exporter), provider)
+        self.provider = TracerProvider(sampler=sampler or ParentBased(ALWAYS_ON), resource=resource)
+        self.provider.add_span_processor(SimpleSpanProcessor(self.exporter))
 
     @property
     def spans(self) -> dict[str, ReadableSpan]:
@@ -81,8 +81,8 @@ def serve(
 def test_a_request_is_one_trace_across_gateway_queue_and_replica() -> None:
     """Each span is a child of the requesting one, and the first one of the caller's own."""
     kept = Kept()
-    replica = ReplicaTracing(kept.sink, Taken(), model="chat", replica=0)
-    serve(RequestTracing(kept.sink), replica, {b"traceparent": SAMPLED.encode(), b"tracestate": b"vendor=1"})
+    replica = ReplicaTracing(kept.provider, Taken(), model="chat", replica=0)
+    serve(RequestTracing(kept.provider), replica, {b"traceparent": SAMPLED.encode(), b"tracestate": b"vendor=1"})
 
     spans = kept.spans
     above = {"chat chat": None, "queue": "chat chat", "replica chat/0": "chat chat", "llm_request": "replica chat/0"}
@@ -101,7 +101,7 @@ def test_a_request_is_one_trace_across_gateway_queue_and_replica() -> None:
 def test_a_span_has_the_attributes_of_the_conventions_and_vllms() -> None:
     """Those of the request in the gateway and in the replica."""
     kept = Kept()
-    serve(RequestTracing(kept.sink), ReplicaTracing(kept.sink, Taken(), model="chat", replica=0))
+    serve(RequestTracing(kept.provider), ReplicaTracing(kept.provider, Taken(), model="chat", replica=0))
 
     whole, inner = dict(kept.spans["chat chat"].attributes or {}), dict(kept.spans["llm_request"].attributes or {})
     assert whole["gen_ai.operation.name"] == "chat"
@@ -123,7 +123,7 @@ def test_a_span_has_the_attributes_of_the_conventions_and_vllms() -> None:
 def test_a_lost_replica_is_in_the_trace() -> None:
     """The request waits again and goes to another one; the first attempt is not a success."""
     kept = Kept()
-    trace = RequestTracing(kept.sink).start({}, "chat")
+    trace = RequestTracing(kept.provider).start({}, "chat")
     assert trace is not None
     trace.queued()
     first = trace.sent("chat/0")
@@ -132,16 +132,16 @@ def test_a_lost_replica_is_in_the_trace() -> None:
     trace.end("stop", (1, 1))
 
     spans = kept.exporter.get_finished_spans()
-    assert [span.name for span in spans] == ["queue", "queue", "replica chat/0", "replica chat/1", "chat chat"]
-    assert [span.status.is_ok for span in spans] == [True, True, False, True, True]
-    ids = [f"{spans[i].context.span_id:016x}" for i in (2, 3)]
+    assert [span.name for span in spans] == ["queue", "replica chat/0", "queue", "replica chat/1", "chat chat"]
+    assert [span.status.is_ok for span in spans] == [True, False, True, True, True]
+    ids = [f"{spans[i].context.span_id:016x}" for i in (1, 3)]
     assert [first.split("-")[2], second.split("-")[2]] == ids
 
 
 def test_an_error_is_in_the_spans_that_had_it() -> None:
     """With its code, and the HTTP status."""
     kept = Kept()
-    trace = RequestTracing(kept.sink).start({}, "chat")
+    trace = RequestTracing(kept.provider).start({}, "chat")
     assert trace is not None
     trace.queued()
     trace.end("queue_full", status=429)
@@ -158,7 +158,7 @@ def test_an_error_is_in_the_spans_that_had_it() -> None:
 def test_a_rejection_by_a_replica_is_in_the_trace(error: Exception) -> None:
     """The data plane gets it too, and nothing of the request is kept."""
     kept = Kept()
-    replica = ReplicaTracing(kept.sink, Taken(error), model="chat", replica=0)
+    replica = ReplicaTracing(kept.provider, Taken(error), model="chat", replica=0)
     with pytest.raises(type(error)):
         replica.submit(GenerateRequest(id="r1", prompt_ids=[1], max_tokens=1, trace=SAMPLED))
     replica.emitted([TokenEvent(id="r1", token_ids=[1], finish=FinishReason.STOP)])
@@ -169,7 +169,7 @@ def test_a_rejection_by_a_replica_is_in_the_trace(error: Exception) -> None:
 def test_a_replica_passes_untraced_requests_through() -> None:
     """Requests and cancellations reach the batcher unchanged, without a span."""
     kept, batcher = Kept(), Taken()
-    replica = ReplicaTracing(kept.sink, batcher, model="chat", replica=0)
+    replica = ReplicaTracing(kept.provider, batcher, model="chat", replica=0)
     for id, trace in (("a", None), ("b", NOT_SAMPLED), ("c", "nonsense")):
         replica.submit(GenerateRequest(id=id, prompt_ids=[1], max_tokens=1, trace=trace))
     replica.cancel("a")
@@ -194,49 +194,7 @@ def test_a_replica_passes_untraced_requests_through() -> None:
 def test_the_caller_or_the_sampler_decides(sampler: Sampler, traceparent: str | None, traced: bool) -> None:
     """By OTEL_TRACES_SAMPLER; an invalid traceparent is ignored."""
     headers = {} if traceparent is None else {b"traceparent": traceparent.encode()}
-    assert (RequestTracing(Kept(sampler).sink).start(headers, "chat") is not None) is traced
-
-
-@pytest.mark.parametrize(
-    ("text", "valid"),
-    [
-        (SAMPLED, True),
-        (f"01-{TRACE}-b7ad6b7169203331-01-later", True),
-        (f"00-{TRACE}-b7ad6b7169203331-01-later", False),
-        (f"ff-{TRACE}-b7ad6b7169203331-01", False),
-        (f"00-{'0' * 32}-b7ad6b7169203331-01", False),
-        (f"00-{TRACE}-{'0' * 16}-01", False),
-        (f"00-{TRACE.upper()}-b7ad6b7169203331-01", False),
-        ("", False),
-    ],
-)
-def test_a_traceparent_is_parsed_as_in_w3c(text: str, valid: bool) -> None:
-    """And written unchanged."""
-    span = SpanId.parse(text)
-    assert (span is not None) is valid
-    if text == SAMPLED:
-        assert str(span) == SAMPLED
-
-
-def test_an_untraced_request_costs_almost_nothing() -> None:
-    """In the gateway, by the sampler or the caller's flag, and in the replica: the best of several runs."""
-    tracing = RequestTracing(Kept(ParentBased(TraceIdRatioBased(0.0))).sink)
-    replica = ReplicaTracing(Kept().sink, Taken(), model="chat", replica=0)
-    events = [TokenEvent(id=str(i), token_ids=[1]) for i in range(8)]
-    headers = {b"traceparent": NOT_SAMPLED.encode()}
-
-    def cost(call: Any) -> float:
-        def run() -> float:
-            began = time.thread_time()
-            for _ in range(500):
-                call()
-            return (time.thread_time() - began) / 500 * 1e6
-
-        return min(run() for _ in range(10))
-
-    assert cost(lambda: tracing.start({}, "chat")) < 10
-    assert cost(lambda: tracing.start(headers, "chat")) < 10
-    assert cost(lambda: replica.emitted(events)) < 2
+    assert (RequestTracing(Kept(sampler).provider).start(headers, "chat") is not None) is traced
 
 
 @pytest.mark.parametrize(
@@ -259,8 +217,8 @@ def test_without_enabled_traces_opentelemetry_is_not_imported() -> None:
     """Neither by the gateway nor by a replica: it need not be installed."""
     program = (
         "import sys; from orchestrator.gateway.telemetry.request_spans import RequestTracing; "
-        "from workers.serving.spans import open_sink; "
-        "assert RequestTracing.from_environment() is None and open_sink('x') is None; "
+        "from workers.serving.spans import open_provider; "
+        "assert RequestTracing.from_environment() is None and open_provider('x') is None; "
         "print([name for name in sys.modules if name.startswith('opentelemetry')])"
     )
     done = subprocess.run(
@@ -321,11 +279,11 @@ def test_a_collector_gets_the_spans_of_both_processes(collector: Collector, monk
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "authorization=Bearer%20t")
     monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment.name=test")
     tracing = RequestTracing.from_environment("1")
-    sink = open_sink("corewright-replica", {"service.instance.id": "chat/0"})
+    provider = open_provider("corewright-replica", {"service.instance.id": "chat/0"})
     assert tracing is not None
-    assert sink is not None
-    serve(tracing, ReplicaTracing(sink, Taken(), model="chat", replica=0))
-    sink.close()
+    assert provider is not None
+    serve(tracing, ReplicaTracing(provider, Taken(), model="chat", replica=0))
+    provider.shutdown()
     tracing.close()
 
     names: dict[str, set[str]] = {}
