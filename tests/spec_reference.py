@@ -185,8 +185,6 @@ def _mappings(path: str, field: _Schema, schema: _Schema) -> Iterator[tuple[str,
         yield path, field
     elif "items" in field:
         yield from _mappings(path, field["items"], schema)
-    elif isinstance(inner := field.get("additionalProperties"), dict):
-        yield from _mappings(f"{path}NAME.", inner, schema)
     for choice in (*field.get("anyOf", ()), *field.get("oneOf", ())):
         yield from _mappings(path, choice, schema)
 

@@ -159,7 +159,7 @@ def _model_routes(state: FleetState, model: ModelSpec, closing: bool) -> ModelRo
         required=min(state.counts.bounds(model).min, state.counts.desired(model)) > 0,
         holds=state.holds(model) or is_expected_back(state, model),
         aliases=list(model.aliases),
-        alias_defaults={name: defaults.given for name, defaults in model.alias_defaults.items()},
+        request_defaults=model.defaults_by_name,
         adapters=[name for name in model.adapters if all(name in state.configs[view.id].adapters for view in views)],
         tool_parser=model.tool_parser,
         canary=canary,

@@ -61,7 +61,7 @@ class ModelRoutes(msgspec.Struct, frozen=True, kw_only=True):
     required: bool = False  # it should always have a replica: its min is at least 1, and nobody has unloaded it
     holds: bool = False  # its only replica is being swapped or is expected back, and requests wait for it
     aliases: list[str] = []  # other names of the model
-    alias_defaults: dict[str, dict[str, Any]] = {}  # by alias: fields of requests -> their values in a request without
+    request_defaults: dict[str, dict[str, Any]] = {}  # by name: fields -> their values in a request without them
     adapters: list[str] = []  # LoRA adapters that all replicas have
     tool_parser: str = "auto"  # the spec's format of tool calls
     canary: float | None = None  # share of the requests that goes to the canary version
@@ -69,10 +69,11 @@ class ModelRoutes(msgspec.Struct, frozen=True, kw_only=True):
     replicas: list[Route]
 
     def defaults(self, name: str) -> Mapping[str, Any]:
-        """Returns the defaults of requests that are sent to ``name``. Those of an alias also hold for its adapters."""
-        if not self.alias_defaults:
+        """Returns the defaults of requests that are sent to ``name``. Those of a name also hold for its adapters."""
+        if not self.request_defaults:
             return {}
-        return self.alias_defaults.get(name if name in self.aliases else name.rpartition(":")[0], {})
+        own = name == self.name or name in self.aliases
+        return self.request_defaults.get(name if own else name.rpartition(":")[0], {})
 
     def ready_in_s(self, now: float) -> float | None:
         """Returns the expected seconds from ``now``, in seconds since the epoch, until a request can begin; None:

@@ -19,7 +19,6 @@ from orchestrator.access.keys import KeyFile
 from orchestrator.gateway.admission.authenticator import OPEN, PREFLIGHT, Authenticator
 from orchestrator.gateway.admission.key_limits import KeyLimits
 from orchestrator.gateway.admission.received_keys import ReceivedKeys
-from orchestrator.gateway.alias_defaults import apply_to_prompt, with_defaults
 from orchestrator.gateway.anthropic.answer_types import TokenCount
 from orchestrator.gateway.anthropic.chat_request import read_count_tokens, read_messages
 from orchestrator.gateway.anthropic.errors import error_body as anthropic_error
@@ -36,6 +35,7 @@ from orchestrator.gateway.openai.openapi import ROUTES, VersionAnswer, openapi
 from orchestrator.gateway.openai.protocol import Chat, TokenizeChatRequest
 from orchestrator.gateway.openai.tokenize import detokenized, tokenized
 from orchestrator.gateway.received_files import ReceivedFiles
+from orchestrator.gateway.request_defaults import apply_to_prompt, with_defaults
 from orchestrator.gateway.request_log import RequestLog
 from orchestrator.gateway.responses.chat_request import read_responses
 from orchestrator.gateway.sagemaker import SageMaker

@@ -16,7 +16,6 @@ import msgspec.structs
 
 from orchestrator.fleet.route_table import ModelRoutes
 from orchestrator.gateway.admission.key_limits import KeyLimits
-from orchestrator.gateway.alias_defaults import apply_to, default_tokens
 from orchestrator.gateway.anthropic.answers import MessagesAnswer
 from orchestrator.gateway.anthropic.chat_request import MessagesChat, read_messages
 from orchestrator.gateway.encoding.encoded_reply import EncodedReply
@@ -32,6 +31,7 @@ from orchestrator.gateway.openai.protocol import (
 )
 from orchestrator.gateway.openai.reply import Note, Reply
 from orchestrator.gateway.openai.request_builder import Prompts, prompts_of, requests_for
+from orchestrator.gateway.request_defaults import apply_to, default_tokens
 from orchestrator.gateway.responses.answers import ResponsesAnswer
 from orchestrator.gateway.responses.chat_request import ResponsesChat, read_responses
 from orchestrator.gateway.serving.model_queue import ModelQueue

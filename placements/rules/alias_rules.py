@@ -1,4 +1,4 @@
-"""Checks the aliases of models, and the defaults that they give to requests."""
+"""Checks the aliases of models, and the defaults that models and aliases give to requests."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from placements.rules.case import Case, FieldRule
 from placements.spec.problems import Problem
+from placements.spec.request_defaults import RequestDefaults
 from placements.spec.schema import Spec
 
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -35,7 +36,7 @@ def names_are_of_one_model(spec: Spec) -> Iterator[Problem]:
 
 
 def defaults_have_an_effect(case: Case) -> Iterator[Problem]:
-    """The model's requests have the fields of its aliases' defaults.
+    """The model's requests have the fields of its defaults, and of those of its aliases.
 
     1. engine: server, which gets requests as they were sent -> none
     2. a model that does not generate                        -> none
@@ -53,18 +54,18 @@ def defaults_have_an_effect(case: Case) -> Iterator[Problem]:
         refused = _PENALTIES  # 3
     elif model.sampling == "device":
         refused = _OF_THE_HOST  # 4
-    for alias, defaults in model.alias_defaults.items():
-        if place:
-            what = f'the defaults of the alias "{alias}" have no effect on {place}'
-            yield case.problem(
-                "setting-unsupported", ("aliases", alias), what, "remove the defaults, and keep the name"
-            )
+    given: dict[tuple[str, ...], RequestDefaults] = {("request_defaults",): model.request_defaults}
+    given |= {("aliases", alias): defaults for alias, defaults in model.alias_defaults.items()}
+    for path, defaults in given.items():
+        if place and defaults.given:
+            what = f"{'.'.join(path)} has no effect on {place}"
+            yield case.problem("setting-unsupported", path, what, "remove these defaults")
         for field in (field for field in refused if getattr(defaults, field) is not None):
-            what = f"aliases.{alias}.{field} is not supported with "
+            what = f"{'.'.join((*path, field))} is not supported with "
             what += "the engine echo" if case.engine == "echo" else "sampling: device"
-            yield case.problem("setting-unsupported", ("aliases", alias, field), what, "remove it")
+            yield case.problem("setting-unsupported", (*path, field), what, "remove it")
 
 
 ALIAS_RULES: tuple[FieldRule, ...] = (
-    FieldRule(defaults_have_an_effect, frozenset({"aliases", "engine", "kind", "sampling"})),
+    FieldRule(defaults_have_an_effect, frozenset({"aliases", "engine", "kind", "request_defaults", "sampling"})),
 )

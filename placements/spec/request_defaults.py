@@ -1,4 +1,4 @@
-"""The defaults that a name of a model gives to the requests that are sent to it."""
+"""The defaults that a model, or one of its names, gives to the requests that are sent to it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Variable = Annotated[bool | StrictInt | float | str, Reported("a text, a number,
 
 
 class RequestDefaults(Frozen):
-    """Values of request fields, each used where a request does not have the field. Unset: as without an alias."""
+    """Values of request fields, each used where a request does not have the field. Unset: as without defaults."""
 
     wanted = "a mapping, like {temperature: 0.2, max_tokens: 512}, or empty"
     system: Annotated[str, Field(min_length=1), Reported("a text that is not empty")] | None = None

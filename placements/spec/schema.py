@@ -261,7 +261,9 @@ class ModelSpec(Frozen):
     """Automatic scaling of the replicas. See Scaling."""
     aliases: Live[Aliases] = Field((), json_schema_extra=in_words("list of names, or a mapping from names to defaults"))
     """Other names that clients may send as `model`, such as `gpt-4o` or `org/model`. Each must be unique among all
-    names and aliases. A mapping gives each of them defaults for the fields of its requests. Not in `defaults`. See
+    names and aliases. A mapping gives each of them `request_defaults` of its own. Not in `defaults`. See Aliases."""
+    request_defaults: Live[RequestDefaults] = RequestDefaults()
+    """Values of request fields, each used where a request to the model, by any name, does not have the field. See
     Aliases."""
     adapters: Live[
         Annotated[dict[Name, Source], Reported("a mapping from names to sources, like {support: ./lora/support}")]
@@ -379,9 +381,17 @@ class ModelSpec(Frozen):
 
     @property
     def alias_defaults(self) -> dict[str, RequestDefaults]:
-        """The defaults of the aliases that have any."""
+        """The defaults of the aliases that have any of their own."""
         held = self.aliases if isinstance(self.aliases, Mapping) else {}
         return {name: defaults for name, defaults in held.items() if defaults is not None and defaults.given}
+
+    @property
+    def defaults_by_name(self) -> dict[str, dict[str, Any]]:
+        """The fields that requests get, as JSON values, by the name to which they are sent: those of an alias, else the
+        model's. Without names that have none."""
+        own, aliases = self.request_defaults.given, self.alias_defaults
+        fields = {name: own | (aliases[name].given if name in aliases else {}) for name in (self.name, *self.aliases)}
+        return {name: given for name, given in fields.items() if given}
 
     @property
     def neff_cache_location(self) -> str | None:

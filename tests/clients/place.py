@@ -39,7 +39,9 @@ class Place:
         self._replicas = (assistant, caller, anything)
         demo = routes("assistant", assistant, engine="cpu", source=str(DEMO), max_len=MAX_LEN)  # type: ignore[arg-type]
         self.gateway.serve(
-            msgspec.structs.replace(demo, aliases=["claude-demo"], alias_defaults={"claude-demo": {"temperature": 0}}),
+            msgspec.structs.replace(
+                demo, aliases=["claude-demo"], request_defaults={"claude-demo": {"temperature": 0}}
+            ),
             routes("caller", caller, engine="cpu", source=str(folder)),  # type: ignore[arg-type]
             routes("any", anything, engine="cpu", source=str(folder)),  # type: ignore[arg-type]
         )

@@ -46,7 +46,7 @@ FIELDS = {
     **described("hosts.reserve.", Reserve),
     **described("", ModelSpec, ("name",)),
     **described("replicas.", Replicas),
-    **described("aliases.NAME.", RequestDefaults),
+    **described("request_defaults.", RequestDefaults),
     **described("update.", Update),
     **described("deadlines.", Deadlines),
     **described("draft.", Draft),
@@ -73,7 +73,7 @@ def default_of(field: FieldInfo) -> str:
         return "1"
     if isinstance(value, float):
         return f"{value:g}"
-    mappings = (Reserve(), Update(), Deadlines(), Buckets(), Compiler(), Objectives(), Scaling())
+    mappings = (Reserve(), Update(), Deadlines(), Buckets(), Compiler(), Objectives(), Scaling(), RequestDefaults())
     empty = dict.fromkeys(("{}", *map(str, mappings)), "{}")
     return {**empty, "()": "[]", "": '""', "False": "false", "True": "true"}.get(str(value), str(value))
 

@@ -881,21 +881,32 @@ def test_a_default_of_an_alias_is_a_field_of_requests(defaults: str, expected: l
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ("engine: server, server: {command: [s, --port, '{port}'], slots: 4}", ['"x"']),
-        ("engine: echo, kind: embedding", ['"x"']),
+        ("engine: server, server: {command: [s, --port, '{port}'], slots: 4}", ["no effect"]),
+        ("engine: echo, kind: embedding", ["no effect"]),
         ("engine: echo", ["presence_penalty"]),
         ("source: ./a, engine: nxd-inference, sampling: device", ["presence_penalty", "seed"]),
         ("source: ./a, engine: nxd-inference", []),
     ],
 )
-def test_a_default_that_no_request_could_have_is_an_error(fields: str, expected: list[str]) -> None:
+@pytest.mark.parametrize("place", ["aliases: {{x: {}, y: {{}}}}", "request_defaults: {}"])
+def test_a_default_that_no_request_could_have_is_an_error(place: str, fields: str, expected: list[str]) -> None:
     """A server gets requests as they were sent; encoders have no such fields; not every engine has penalties."""
-    aliases = "{x: {presence_penalty: 1, seed: 2, top_p: 0.5}, y: {}}"
-    problems = problems_of(f"{REAL}models:\n  a: {{{fields},\n    aliases: {aliases}}}\n")
+    given = "{presence_penalty: 1, seed: 2, top_p: 0.5}"
+    problems = problems_of(f"{REAL}models:\n  a: {{{fields},\n    {place.format(given)}}}\n")
     refused = [problem for problem in problems if problem.id == "setting-unsupported"]
 
     assert [problem.where.split(":")[1] for problem in refused] == ["4"] * len(expected)
     assert [name for problem, name in zip(refused, expected, strict=True) if name in problem.what] == expected
+
+
+def test_the_defaults_of_a_model_hold_for_all_its_names_and_those_of_an_alias_come_first() -> None:
+    """Field by field."""
+    defaults = "request_defaults: {top_k: 3, temperature: 1}, aliases: {x: {temperature: 0}, y: }"
+    spec = parse(f"models: {{a: {{engine: echo, {defaults}}}}}\n").spec
+    assert spec is not None
+
+    own = {"temperature": 1.0, "top_k": 3}
+    assert spec.models[0].defaults_by_name == {"a": own, "x": {**own, "temperature": 0.0}, "y": own}
 
 
 def test_aliases_are_the_same_names_as_a_list_or_as_a_mapping() -> None:

@@ -98,6 +98,7 @@ OTHERWISE: dict[str, object] = {  # for each field another value than the defaul
     "objectives": {"ttft_ms": 1.0},
     "scaling": {"idle_s": 1.0},
     "aliases": {"other": {"temperature": 0.5}},
+    "request_defaults": {"top_k": 3},
     "adapters": {"b": "./b"},
     "managed_by": "sagemaker",
     "tool_parser": "hermes",

@@ -135,7 +135,7 @@ def test_new_defaults_of_an_alias_reach_gateways_and_restart_no_replica(tmp_path
         assert [(replica["id"], replica["epoch"]) for replica in played.ready("a")] == processes
         (routes,) = [model for model in played.controller.routes().models if model.name == "a"]
         assert routes.aliases == ["small", "other"]
-        assert routes.alias_defaults == {"small": {"temperature": 0.5, "stop": ["X"]}}
+        assert routes.request_defaults == {"small": {"temperature": 0.5, "stop": ["X"]}}
 
     play(tmp_path, spec(a=aliases(0.25)), story)
 

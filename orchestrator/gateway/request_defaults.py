@@ -1,4 +1,4 @@
-"""Applies the defaults of an alias to the requests that are sent to it: a value of the request always comes first."""
+"""Applies the defaults of a model's name to the requests that are sent to it: a value of the request comes first."""
 
 from __future__ import annotations
 

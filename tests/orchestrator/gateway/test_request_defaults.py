@@ -27,7 +27,7 @@ DEFAULTS = {
     "stop": ["END"],
     "chat_template_kwargs": {"mood": "glad"},
 }
-ALIASES = {"aliases": ["brief", "plain"], "adapters": ["a"], "alias_defaults": {"brief": DEFAULTS}}
+ALIASES = {"aliases": ["brief", "plain"], "adapters": ["a"], "request_defaults": {"brief": DEFAULTS}}
 CHATS: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [USER]},
     "/v1/messages": {"messages": [USER], "max_tokens": 99},
@@ -212,7 +212,7 @@ def test_a_response_reports_the_defaults_that_it_has_used(place: Place) -> None:
 
 def test_a_new_default_reaches_a_running_gateway(place: Place) -> None:
     """With the next routes; the replica stays connected."""
-    changed = msgspec.structs.replace(place.model, aliases=["brief"], alias_defaults={"brief": {"top_k": 3}})
+    changed = msgspec.structs.replace(place.model, aliases=["brief"], request_defaults={"brief": {"top_k": 3}})
     place.gateway.serve(changed)
     try:
         assert place.ask("/v1/completions", prompt="Hi").top_k == 3
