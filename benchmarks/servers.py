@@ -23,7 +23,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import cycle
 from pathlib import Path
 
 import httpx
@@ -31,14 +30,7 @@ import uvloop
 
 from benchmarks.report import Target, finish
 from benchmarks.servers_parts import sleeping_server
-from orchestrator.bench.arrivals import Load
-from orchestrator.bench.lengths import Lengths
-from orchestrator.bench.measurement import Measured
-from orchestrator.bench.report import figures
-from orchestrator.bench.serving import Serving, serve
-from orchestrator.bench.target import Target as Server
-from orchestrator.bench.target import origin
-from orchestrator.bench.timed_http import Client
+from benchmarks.servers_parts.load import Load, Run, send
 from orchestrator.process.addresses import free_port
 from tests.checkpoints import make_checkpoint
 from tests.fleet import LiveFleet, until
@@ -82,47 +74,9 @@ models:
 """
 
 
-class InTurn:
-    """Several servers as one: each request goes to the next of them."""
-
-    def __init__(self, targets: Sequence[Server]) -> None:
-        first = targets[0]
-        self.client, self.model, self.dialect, self.prompt, self.body = (
-            first.client,
-            first.model,
-            first.dialect,
-            first.prompt,
-            first.body,
-        )
-        self._next = cycle(targets)
-
-    async def ask(self, body: bytes, *, due: float, prompt: int, output: int) -> Measured:
-        return await next(self._next).ask(body, due=due, prompt=prompt, output=output)
-
-
-def measure(urls: Sequence[str], load: Load, lengths: Lengths) -> Serving:
-    """Sends a load to one URL, or to several in turn. Raises RuntimeError unless every answer is complete."""
-
-    async def run() -> Serving:
-        clients = [Client(origin(url)) for url in urls]
-        try:
-            targets = [
-                await Server.find(client, None, chat=False, seed=1, timeout_s=120.0, say=say) for client in clients
-            ]
-            return await serve(InTurn(targets), load, lengths, None, lambda line: None)  # type: ignore[arg-type]
-        finally:
-            for client in clients:
-                client.close()
-
-    result = uvloop.run(run())
-    short = [each for each in result.measured if not each.ok or each.output_tokens != each.output_wanted]
-    if short:
-        raise RuntimeError(f"{urls}: {len(short)} of {len(result.measured)} answers failed or are short: {short[0]}")
-    return result
-
-
-def tokens_per_s(result: Serving) -> float:
-    return sum(each.output_tokens or 0 for each in result.measured) / result.duration_s
+def measure(urls: Sequence[str], load: Load) -> Run:
+    """Sends a load to one URL, or to several in turn."""
+    return uvloop.run(send(urls, load))
 
 
 def quantile(values: Sequence[float], share: float) -> float:
@@ -144,20 +98,19 @@ def overhead(python: str, rounds: int, folder: Path) -> dict[str, float]:
         alone = stack.enter_context(vllm_alone(str(pinned), source))
         spec = VLLM_SPEC.format(python=pinned, source=source, slots=SLOTS, max_len=MAX_LEN)
         behind = stack.enter_context(fleet_of(spec))
-        lengths = Lengths.parse(f"{PROMPT}:{OUTPUT}")
         throughput: dict[tuple[str, int], list[float]] = {}
         ttft: dict[str, list[float]] = {alone: [], behind: []}
         steps: list[float] = []
         for number in range(rounds + 1):
             for concurrency, requests in CONCURRENT.items():
                 for url in (alone, behind) if number % 2 else (behind, alone):
-                    result = measure([url], Load(None, concurrency, requests, None), lengths)
+                    result = measure([url], Load(requests, [(PROMPT, OUTPUT)], concurrency=concurrency))
                     if number == 0:
                         continue  # warm-up
-                    throughput.setdefault((url, concurrency), []).append(tokens_per_s(result))
+                    throughput.setdefault((url, concurrency), []).append(result.tokens_per_s)
                     if concurrency == 1:
-                        ttft[url] += figures(result.measured)["ttft_ms"]
-                        steps += figures(result.measured)["tpot_ms"]
+                        ttft[url] += [answer.ttft_ms for answer in result.answers]
+                        steps += [answer.tpot_ms for answer in result.answers]
     results = {"step_ms": statistics.median(steps)}
     print(f"a step alone takes {results['step_ms']:.1f} ms")
     for concurrency in CONCURRENT:
@@ -238,17 +191,18 @@ def answers(url: str) -> bool:
 def routing(router: Path | None, requests: int) -> dict[str, float]:
     """The p99 of TTFT in seconds by each router, at the same arrivals and lengths."""
     draw = random.Random(5)
-    ragged = Lengths("ragged", "", tuple((16, draw.choice((4, 8, 16, 32, 64, 128))) for _ in range(997)))
+    ragged = [(16, draw.choice((4, 8, 16, 32, 64, 128))) for _ in range(997)]
     p99: dict[str, float] = {}
     with ExitStack() as stack:
         urls = [stack.enter_context(sleeper()) for _ in range(SLEEPERS)]
-        full = measure(urls, Load(None, 2 * SLEEPERS * SLEEPER_SLOTS, requests // 4, None), ragged)
-        rate = LOAD * len(full.measured) / full.duration_s
+        full = measure(urls, Load(requests // 4, ragged, concurrency=2 * SLEEPERS * SLEEPER_SLOTS))
+        rate = LOAD * len(full.answers) / full.duration_s
         print(f"{SLEEPERS} servers of {SLEEPER_SLOTS} slots do {rate / LOAD:.2f} requests/s; {rate:.2f} are sent")
-        load = Load(rate, None, requests, None, seed=3)
+        load = Load(requests, ragged, rate=rate, seed=3)
 
         def run(name: str, targets: Sequence[str]) -> None:
-            p99[name] = quantile(figures(measure(targets, load, ragged).measured)["ttft_ms"], 0.99) / 1000
+            answers = measure(targets, load).answers
+            p99[name] = quantile([answer.ttft_ms for answer in answers], 0.99) / 1000
             print(f"  {name:28}{p99[name]:10.3f} s", flush=True)
 
         run("round robin", urls)

@@ -16,10 +16,10 @@ import time
 from benchmarks.report import Target, finish
 from benchmarks.routing_parts.fixed_replicas import serve_fixed
 from benchmarks.scaling_parts.scenarios import scenario_of
-from orchestrator.bench.statistics import Summary
 from orchestrator.simulate.run import simulate
 from orchestrator.simulate.scaling_policy import Joint
 from orchestrator.simulate.simulated_model import SimModel
+from orchestrator.simulate.statistics import Summary
 from orchestrator.simulate.workload import DAY_S, Workload
 
 RATE = 50.0

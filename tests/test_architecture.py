@@ -141,13 +141,11 @@ LAYERS: dict[str, set[str]] = {
         "orchestrator.scaling",
     },
     "orchestrator.advise": {
-        "orchestrator.bench",
         "orchestrator.process",
         "orchestrator.revisions",
         "orchestrator.simulate",
     },
     "orchestrator.simulate": {
-        "orchestrator.bench",
         "orchestrator.dispatch",
         "orchestrator.fleet",
         "orchestrator.process",

@@ -10,7 +10,7 @@ from random import Random
 from statistics import mean
 
 from benchmarks.routing_parts.fixed_replicas import serve_fixed
-from orchestrator.bench.lengths import Lengths
+from orchestrator.simulate.lengths import Lengths
 from orchestrator.simulate.simulated_model import SimModel
 from orchestrator.simulate.simulated_replica import SimReplica
 from orchestrator.simulate.simulated_request import Arrival
@@ -47,7 +47,7 @@ def lengths(name: str) -> tuple[tuple[int, int], ...]:
     """Pairs of prompt and output tokens, to be drawn from.
 
     - ``short``: lognormal, with the means that the paper of vLLM gives for ShareGPT, 161 and 338 tokens
-    - ``chat``: those of `corewright bench`, of Azure's conversation trace; means of 1,130 and 230 tokens, about
+    - ``chat``: those of `corewright simulate`, of Azure's conversation trace; means of 1,130 and 230 tokens, about
     """
     if name == "chat":
         return Lengths.parse(name).pairs

@@ -7,17 +7,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from orchestrator.advise.candidates import Candidate, Question, candidates
-from orchestrator.bench.lengths import Lengths
-from orchestrator.bench.statistics import Summary
 from orchestrator.process.failure import Failed
 from orchestrator.revisions.checkpoint_reader import CheckpointFacts, read_facts
 from orchestrator.revisions.spec_file import SpecFile, judge, this_machine
 from orchestrator.simulate.from_spec import SpecScenario, scenario_of
+from orchestrator.simulate.lengths import Lengths
 from orchestrator.simulate.run import simulate
 from orchestrator.simulate.scaling_policy import Fixed
 from orchestrator.simulate.simulated_model import SimModel
 from orchestrator.simulate.simulated_queue import Measured
 from orchestrator.simulate.simulated_request import Arrival
+from orchestrator.simulate.statistics import Summary
 from orchestrator.simulate.workload import Workload
 from placements.facts.topology import TOPOLOGIES
 from placements.planner.plan import plan

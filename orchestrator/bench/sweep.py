@@ -1,37 +1,39 @@
-"""Measures the table of the optimum-neuron Llama page: prompts of 25, 50 and 75 % of a length, generated to the end."""
+"""Measures the table of the optimum-neuron Llama page: prompts of 25, 50 and 75 % of a length, completed to the end."""
 
 from __future__ import annotations
 
 import asyncio
+import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from orchestrator.bench.measurement import Measured, kinds
-from orchestrator.bench.target import Target
-from orchestrator.bench.timed_http import clock
+from orchestrator.bench.server import Completion, Server
+from orchestrator.process.text_table import columns
 
 SHARES = (25, 50, 75)  # per cent of the length, as https://huggingface.co/blog/inferentia-llama2
+HEADER = ("BATCH", "PROMPT", "OUTPUT", "LATENCY", "OUTPUT TOKENS/S", "ALL TOKENS/S")
 
 
 @dataclass(frozen=True)
 class Round:
     """A batch of equal requests, sent together."""
 
-    measured: tuple[Measured, ...]
-    latency_s: float  # from the first request sent to the last answer's end
-
-    @property
-    def output_tokens(self) -> int:
-        return sum(request.output_tokens or 0 for request in self.measured if request.ok)
-
-    @property
-    def prompt_tokens(self) -> int:
-        return sum(request.prompt for request in self.measured if request.ok)
+    completions: tuple[Completion, ...]
+    latency_s: float  # from before the first request until after the last answer
 
     @property
     def ok(self) -> bool:
-        return all(request.ok for request in self.measured)
+        return all(completion.error is None for completion in self.completions)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(completion.prompt_tokens for completion in self.completions)
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(completion.output_tokens for completion in self.completions)
 
 
 @dataclass(frozen=True)
@@ -39,53 +41,45 @@ class Cell:
     """One share of one batch size. Its figures are medians over the successful rounds, None without one."""
 
     share: int  # per cent
-    prompt: int  # tokens per request
-    output: int  # requested tokens
+    prompt: int  # tokens of each request
+    output: int  # requested tokens of each
     batch: int
     rounds: tuple[Round, ...]
 
     @property
-    def good(self) -> tuple[Round, ...]:
-        return tuple(run for run in self.rounds if run.ok)
-
-    @property
     def latency_s(self) -> float | None:
         """The time of the whole batch to reach the length."""
-        return _median([run.latency_s for run in self.good])
+        return self._median(lambda run: run.latency_s)
 
     @property
-    def ttft_s(self) -> float | None:
-        """The median over the requests of a batch; for a batch of one this is the prefill time."""
-        times = [request.ttft_s for run in self.good for request in run.measured]
-        return _median([ttft_s for ttft_s in times if ttft_s is not None])
+    def output_rate(self) -> float | None:
+        """Output tokens/s of the batch over its whole time."""
+        return self._median(lambda run: run.output_tokens / run.latency_s)
+
+    @property
+    def page_rate(self) -> float | None:
+        """The definition of the page, which includes the prompt: batch x length / time."""
+        return self._median(lambda run: (run.prompt_tokens + run.output_tokens) / run.latency_s)
+
+    @property
+    def prompt_tokens(self) -> float | None:
+        """The prompt tokens per request."""
+        return self._median(lambda run: run.prompt_tokens / self.batch)
 
     @property
     def output_tokens(self) -> float | None:
         """The generated tokens per request."""
-        return _median([run.output_tokens / self.batch for run in self.good])
+        return self._median(lambda run: run.output_tokens / self.batch)
 
     @property
-    def prompt_tokens(self) -> float | None:
-        """The prompt tokens per request, as the server counted them."""
-        return _median([run.prompt_tokens / self.batch for run in self.good])
-
-    @property
-    def throughput(self) -> float | None:
-        """Output tokens/s of the batch over its whole time."""
-        return _median([run.output_tokens / run.latency_s for run in self.good])
-
-    @property
-    def page_throughput(self) -> float | None:
-        """The definition of the page, which includes the prompt: batch x length / time."""
-        return _median([(run.prompt_tokens + run.output_tokens) / run.latency_s for run in self.good])
+    def good_rounds(self) -> int:
+        return sum(run.ok for run in self.rounds)
 
     @property
     def errors(self) -> dict[str, int]:
-        return kinds(self.measured)
-
-    @property
-    def measured(self) -> list[Measured]:
-        return [request for run in self.rounds for request in run.measured]
+        """The number of failed requests by kind and message, the most frequent first."""
+        errors = (completion.error for run in self.rounds for completion in run.completions)
+        return dict(Counter(error for error in errors if error is not None).most_common())
 
     def as_dict(self) -> dict[str, object]:
         return {
@@ -94,15 +88,18 @@ class Cell:
             "output_tokens": self.output,
             "batch": self.batch,
             "rounds": len(self.rounds),
-            "good_rounds": len(self.good),
+            "good_rounds": self.good_rounds,
             "counted_prompt_tokens": self.prompt_tokens,
             "counted_output_tokens": self.output_tokens,
-            "ttft_s": _rounded(self.ttft_s),
             "latency_s": _rounded(self.latency_s),
-            "output_tokens_per_s": _rounded(self.throughput),
-            "page_tokens_per_s": _rounded(self.page_throughput),
+            "output_tokens_per_s": _rounded(self.output_rate),
+            "page_tokens_per_s": _rounded(self.page_rate),
             "errors": self.errors,
         }
+
+    def _median(self, figure: Callable[[Round], float]) -> float | None:
+        values = [figure(run) for run in self.rounds if run.ok]
+        return float(median(values)) if values else None
 
 
 @dataclass(frozen=True)
@@ -111,47 +108,61 @@ class Sweep:
     model: str
     length: int
     rounds: int
-    refused: tuple[str, ...]
+    refused: tuple[str, ...]  # fields that the server does not support
     cells: tuple[Cell, ...]  # by batch size, then by share
-
-    def of(self, batch: int) -> tuple[Cell, ...]:
-        return tuple(cell for cell in self.cells if cell.batch == batch)
-
-    @property
-    def batches(self) -> tuple[int, ...]:
-        return tuple(dict.fromkeys(cell.batch for cell in self.cells))
 
     def as_dict(self) -> dict[str, object]:
         return {**vars(self), "refused": list(self.refused), "cells": [cell.as_dict() for cell in self.cells]}
 
+    def text(self) -> str:
+        """Returns the table, and below it the caveats of its figures."""
+        rows = [
+            (
+                cell.batch,
+                f"{cell.prompt} ({cell.share} %)",
+                cell.output,
+                None if cell.latency_s is None else f"{cell.latency_s:.2f} s",
+                *(None if rate is None else f"{rate:.1f}" for rate in (cell.output_rate, cell.page_rate)),
+            )
+            for cell in self.cells
+        ]
+        title = f"{self.model} at {self.url}, {self.length} tokens, median of {self.rounds}"
+        notes = [f"the server refuses {name}: answers may end early" for name in self.refused]
+        notes += [note for cell in self.cells for note in _notes(cell)]
+        return "\n\n".join([title, columns(HEADER, rows), *(["\n".join(notes)] if notes else [])])
 
-async def sweep(target: Target, length: int, batches: Sequence[int], rounds: int, say: Callable[[str], None]) -> Sweep:
-    """Measures every cell, one after the other; each request has a deadline."""
+
+async def sweep(server: Server, length: int, batches: Sequence[int], rounds: int, say: Callable[[str], None]) -> Sweep:
+    """Measures every cell, one after the other. Raises Failed `bench-refused` if the server does not count tokens."""
+    prompts = await server.prompts([max(1, length * share // 100) for share in SHARES])
     cells = []
-    number = 0
     for batch in batches:
-        for share in SHARES:
-            tokens_sent = max(1, length * share // 100)
-            measured_rounds = []
-            for _ in range(rounds):
-                prompts = [await target.exact_prompt(number + i, tokens_sent) for i in range(batch)]
-                number += batch
-                output = max(1, length - max(tokens for _, tokens in prompts))
-                bodies = [target.body(prompt, output) for prompt, _ in prompts]
-                began = clock()
-                asking = [target.ask(body, due=began, prompt=prompts[0][1], output=output) for body in bodies]
-                answers = await asyncio.gather(*asking)
-                ends = [answer.ended for answer in answers if answer.ended is not None]
-                measured_rounds.append(Round(tuple(answers), max(ends, default=clock()) - began))
-            cell = Cell(share, prompts[0][1], output, batch, tuple(measured_rounds))
-            took = "failed" if cell.latency_s is None else f"{cell.latency_s:.2f} s"
-            say(f"batch of {batch}, prompt of {cell.prompt}, {cell.output} output tokens: {took}")
+        for share, (words, tokens) in zip(SHARES, prompts, strict=True):
+            output = max(1, length - tokens)
+            cell = Cell(share, tokens, output, batch, await _measure(server, words, output, batch, rounds))
+            result = "failed" if cell.latency_s is None else f"{cell.latency_s:.2f} s"
+            say(f"batch of {batch}, prompt of {tokens}, {output} output tokens: {result}")
             cells.append(cell)
-    return Sweep(target.client.origin.url, target.model, length, rounds, target.dialect.refused, tuple(cells))
+    return Sweep(str(server.connection.url), server.model, length, rounds, server.refused, tuple(cells))
 
 
-def _median(values: Sequence[float]) -> float | None:
-    return float(median(values)) if values else None
+async def _measure(server: Server, words: int, output: int, batch: int, rounds: int) -> tuple[Round, ...]:
+    measured = []
+    for _ in range(rounds):
+        began = time.monotonic()
+        completions = await asyncio.gather(*(server.complete(words, output) for _ in range(batch)))
+        measured.append(Round(tuple(completions), time.monotonic() - began))
+    return tuple(measured)
+
+
+def _notes(cell: Cell) -> list[str]:
+    name, generated = f"batch of {cell.batch}, {cell.share} %", cell.output_tokens
+    failed = len(cell.rounds) - cell.good_rounds
+    notes = [f"{name}: {failed} of {len(cell.rounds)} rounds failed"] if failed else []
+    notes += [f"  {error} ({count} times)" for error, count in cell.errors.items()]
+    if generated is not None and generated != cell.output:
+        notes.append(f"{name}: {generated:g} of the {cell.output} requested tokens were generated")
+    return notes
 
 
 def _rounded(value: float | None) -> float | None:

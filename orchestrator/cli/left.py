@@ -13,6 +13,12 @@ LEFT: Mapping[str, str] = {
         ("hosts roll", "hosts continue", "hosts stop"),
         "use `corewright drain HOST --wait`, `hosts wait HOST` and `uncordon HOST` for one host after the other",
     ),
+    **dict.fromkeys(
+        ("bench latency", "bench throughput"), "use `corewright bench`, which measures latency and tokens/s together"
+    ),
+    **dict.fromkeys(
+        ("bench serving", "bench encoding"), "use guidellm or `vllm bench serve`; docs/bench.md has the commands"
+    ),
 }
 """The words that begin a command line, and an option anywhere after them -> what to use instead."""
 

@@ -7,7 +7,6 @@ from typing import Annotated, TypeVar, get_args
 
 import typer
 
-from orchestrator.bench.lengths import Lengths
 from orchestrator.cli.app import (
     FAILED,
     FormatOption,
@@ -24,6 +23,7 @@ from orchestrator.process.durations import moment
 from orchestrator.revisions.spec_file import SpecFile, load
 from orchestrator.simulate import report
 from orchestrator.simulate.inputs import POLICIES, SimulationInputs, run_simulation
+from orchestrator.simulate.lengths import Lengths
 from orchestrator.simulate.page import page
 from orchestrator.simulate.trace_file import InvalidTrace
 from orchestrator.simulate.workload import Kind, Workload

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from orchestrator.bench.plots import areas, cards, distribution, document, plots, table
+from orchestrator.simulate.plots import areas, cards, distribution, document, plots, table
 from orchestrator.simulate.run import Outcome
 from orchestrator.simulate.timeline import timeline
 

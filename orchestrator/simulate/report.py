@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from orchestrator.bench.statistics import Summary
 from orchestrator.process.text_table import columns, three_digits
 from orchestrator.simulate.from_spec import TTFT_S, SpecScenario
 from orchestrator.simulate.run import Outcome
 from orchestrator.simulate.simulated_model import SimModel
+from orchestrator.simulate.statistics import Summary
 from orchestrator.simulate.timeline import sparkline, timeline
 from placements.planner.host_groups import host_groups, least_hosts
 from placements.planner.spec_hosts import prices

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, TextIO
 
-from orchestrator.bench.lengths import cut_pair
 from orchestrator.process.durations import moment
+from orchestrator.simulate.lengths import cut_pair
 from orchestrator.simulate.simulated_request import Arrival
 from placements.spec.problems import Problem
 
@@ -67,8 +67,8 @@ class Trace:
 
 
 def fit_lengths(trace: Trace, limits: Mapping[str, int]) -> tuple[Trace, Counter[str]]:
-    """Cuts requests whose prompt and output together exceed ``limits``, as `orchestrator.bench.lengths` does; returns
-    the trace and the number of cut requests by model."""
+    """Cuts requests whose prompt and output together exceed ``limits``, as `cut_pair` does; returns the trace and the
+    number of cut requests by model."""
     most = [limits[model] for model in trace.models]
     prompts, outputs, cut = array("I", trace.prompts), array("I", trace.outputs), Counter[str]()
     for i, model in enumerate(trace.of_model):

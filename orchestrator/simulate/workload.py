@@ -10,7 +10,7 @@ from heapq import merge
 from random import Random
 from typing import Literal, get_args
 
-from orchestrator.bench.lengths import Lengths
+from orchestrator.simulate.lengths import Lengths
 from orchestrator.simulate.simulated_request import Arrival
 
 Kind = Literal["poisson", "gamma", "diurnal", "onoff", "mixed"]

@@ -10,10 +10,10 @@ import pytest
 
 from orchestrator.advise.advice import WITHIN, Advice, advise
 from orchestrator.advise.candidates import Question, candidates
-from orchestrator.bench.lengths import Lengths
 from orchestrator.process.failure import Failed
 from orchestrator.revisions.spec_file import examine, this_machine
 from orchestrator.simulate.from_spec import scenario_of
+from orchestrator.simulate.lengths import Lengths
 from orchestrator.simulate.run import simulate
 from orchestrator.simulate.scaling_policy import Fixed
 from orchestrator.simulate.workload import Workload

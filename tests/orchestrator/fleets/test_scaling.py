@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
-from orchestrator.bench.statistics import percentile
 from tests.fleet import LiveFleet, until
 from workers.engines.echo import echo_tokens
 
@@ -190,7 +190,7 @@ def test_a_flood_of_low_priority_hardly_delays_urgent_requests(
 
     body = {"model": "urgent", "prompt": "hello"}
     alone, beside = asyncio.run(measure())  # seconds
-    assert percentile(beside, 99) < 2 * percentile(alone, 99)
+    assert np.percentile(beside, 99) < 2 * np.percentile(alone, 99)
 
 
 def test_the_simulator_predicts_a_live_run(fleet: LiveFleet, keys: dict[str, dict[str, str]], tmp_path: Path) -> None:
@@ -239,4 +239,4 @@ def test_the_simulator_predicts_a_live_run(fleet: LiveFleet, keys: dict[str, dic
     assert model["answered"] == len(wholes)
     for name, measured in (("ttft_ms", firsts), ("latency_ms", wholes)):
         for percent, within in ((50, 0.10), (99, 0.20)):
-            assert model[name][f"p{percent}"] == pytest.approx(1000 * percentile(measured, percent), rel=within)
+            assert model[name][f"p{percent}"] == pytest.approx(1000 * np.percentile(measured, percent), rel=within)

@@ -10,11 +10,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-from orchestrator.bench.plots import areas
 from orchestrator.cli import trace as command
 from orchestrator.cli.main import run
 from orchestrator.revisions.spec_file import load
 from orchestrator.simulate.from_spec import bounds_at, scenario_of
+from orchestrator.simulate.plots import areas
 from orchestrator.simulate.simulated_fleet import Change
 from orchestrator.simulate.timeline import sparkline, timeline
 

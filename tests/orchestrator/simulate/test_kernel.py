@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterator, Sequence
 from random import Random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.routing_parts.fixed_replicas import serve_fixed
-from orchestrator.bench.statistics import percentile
 from orchestrator.simulate.simulated_model import SimModel
 from orchestrator.simulate.simulated_queue import Measured
 from orchestrator.simulate.simulated_replica import SimReplica
@@ -283,7 +283,7 @@ def test_late_binding_has_shorter_tails_than_two_choices() -> None:
 
     ours = serve_fixed([model], arrivals, replicas={"m": 16})["m"]
     theirs = serve_fixed([model], arrivals, replicas={"m": 16}, choice=two)["m"]
-    assert percentile(ours.ttfts, 99) < 0.5 * percentile(theirs.ttfts, 99)
+    assert np.percentile(ours.ttfts, 99) < 0.5 * np.percentile(theirs.ttfts, 99)
 
 
 def test_gateways_share_the_slots_of_a_replica() -> None:

@@ -8,8 +8,8 @@ from statistics import mean, pstdev
 
 import pytest
 
-from orchestrator.bench.lengths import Lengths
 from orchestrator.process.failure import Failed
+from orchestrator.simulate.lengths import Lengths
 from orchestrator.simulate.simulated_request import Arrival
 from orchestrator.simulate.speeds import measured_speeds, parse_speeds
 from orchestrator.simulate.trace_file import MAX_PROBLEMS, InvalidTrace, fit_lengths, read_trace

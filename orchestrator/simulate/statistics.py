@@ -1,4 +1,4 @@
-"""Means and percentiles of benchmark results."""
+"""Means and percentiles of measured values."""
 
 from __future__ import annotations
 
@@ -34,14 +34,8 @@ class Summary:
         return {"count": self.count, "mean": round(self.mean, 3), **figures}
 
 
-def percentile(values: Sequence[float], percent: float) -> float:
-    """Returns the percentile with linear interpolation, like numpy's default. Raises ValueError without values."""
-    if not values:
-        raise ValueError("no values")
-    return _at(sorted(values), percent)
-
-
 def _at(ordered: Sequence[float], percent: float) -> float:
+    """Returns the percentile with linear interpolation, like numpy's default."""
     position = (len(ordered) - 1) * percent / 100
     low = math.floor(position)
     high = min(low + 1, len(ordered) - 1)

@@ -9,16 +9,15 @@ from html import escape
 WIDTH, HEIGHT = 460, 240
 LEFT, RIGHT, TOP, BOTTOM = 52, 14, 12, 38
 MAX_POINTS = 400  # of a curve: more cannot be distinguished
-MAX_BARS = 60
 STYLE = """
 :root { color-scheme: light dark; --back: #fdfdfc; --text: #1c1e21; --dim: #686d74; --line: #d9dbde;
-  --one: #2563a8; --two: #b4530a; --bad: #b3261e; --card: #f4f4f2; }
+  --one: #2563a8; --two: #b4530a; --card: #f4f4f2; }
 @media (prefers-color-scheme: dark) { :root { --back: #17191c; --text: #e6e7e9; --dim: #9aa0a8; --line: #3a3e44;
-  --one: #6ea8e8; --two: #e59a52; --bad: #f0857d; --card: #202327; } }
+  --one: #6ea8e8; --two: #e59a52; --card: #202327; } }
 body { margin: 0 auto; max-width: 62rem; padding: 1.5rem 1rem 3rem; background: var(--back); color: var(--text);
   font: 15px/1.5 system-ui, sans-serif; }
 h1 { font-size: 1.35rem; margin: 0 0 .2rem; } h2 { font-size: 1rem; margin: 1.8rem 0 .6rem; }
-p { margin: .2rem 0; } .dim { color: var(--dim); } .bad { color: var(--bad); }
+p { margin: .2rem 0; } .dim { color: var(--dim); }
 .cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(9.5rem, 1fr)); gap: .7rem; margin-top: 1.1rem; }
 .card { background: var(--card); border-radius: .5rem; padding: .6rem .8rem; }
 .card b { display: block; font-size: 1.3rem; font-variant-numeric: tabular-nums; }
@@ -28,8 +27,7 @@ th:first-child, td:first-child { text-align: left; } th { color: var(--dim); fon
 .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 24rem), 1fr)); gap: 1.2rem; }
 figure { margin: 0; } figcaption { font-weight: 600; margin-bottom: .2rem; } svg { width: 100%; height: auto; }
 svg text { fill: var(--dim); font-size: 11px; } .axis { stroke: var(--line); fill: none; }
-.curve { stroke: var(--one); stroke-width: 1.8; fill: none; } .bar { fill: var(--one); }
-.dot { fill: var(--one); fill-opacity: .55; } .cross { stroke: var(--bad); stroke-width: 1.6; }
+.curve { stroke: var(--one); stroke-width: 1.8; fill: none; }
 .key { display: inline-block; width: .8em; height: .8em; border-radius: .15em; margin: 0 .35em 0 .9em; }
 .bound { stroke: var(--two); stroke-width: 1.4; stroke-dasharray: 5 4; } svg text.bound-text { fill: var(--two); }
 """
@@ -107,36 +105,6 @@ def distribution(values: Sequence[float], bound: float | None) -> str:
     path = " ".join(f"{x(a):.1f},{y(b):.1f}" for a, b in points)
     drawn = f'<polyline class="curve" points="{path}"/>' + vertical(bound, x)
     return frame(drawn, top, 1.0, "ms", "share")
-
-
-def scatter(
-    points: Sequence[tuple[float, float]], failures: Sequence[float], duration_s: float, bound: float | None
-) -> str:
-    """Plots a dot for each answer (seconds, milliseconds), and a cross at the bottom for each failed request."""
-    top = max([value for _, value in points] + [bound or 0.0]) * 1.05 or 1.0
-    end = max(duration_s, 1e-3)
-    x, y = scales(end, top)
-    step = max(1, len(points) // (4 * MAX_POINTS))
-    drawn = [f'<circle class="dot" cx="{x(a):.1f}" cy="{y(b):.1f}" r="2.2"/>' for a, b in points[::step]]
-    foot = y(0.0) - 6
-    drawn += [f'<path class="cross" d="M{x(at) - 3:.1f} {foot - 3:.1f}l6 6m0 -6l-6 6"/>' for at in failures]
-    if drawn and bound is not None:
-        drawn.append(horizontal(bound, y))
-    return frame("".join(drawn), end, top, "s", "ms")
-
-
-def bars(values: Sequence[float], width_s: float) -> str:
-    """Plots one bar for each value; the first starts at 0 s."""
-    top = max(values, default=0.0) * 1.05 or 1.0
-    end = width_s * len(values) or 1.0
-    x, y = scales(end, top)
-    foot = y(0.0)
-    drawn = "".join(
-        f'<rect class="bar" x="{x(i * width_s):.1f}" y="{y(value):.1f}" '
-        f'width="{max(x((i + 1) * width_s) - x(i * width_s) - 1, 0.5):.1f}" height="{foot - y(value):.1f}"/>'
-        for i, value in enumerate(values)
-    )
-    return frame(drawn, end, top, "s", "tokens/s")
 
 
 Scale = Callable[[float], float]  # from a value to its coordinate

@@ -1,0 +1,212 @@
+"""The server under test: finds its model, and completes prompts of a given number of words."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import ssl
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import msgspec
+from yarl import URL
+
+from orchestrator.process.failure import Failed
+
+CONNECT_S = 10.0
+MODELS_S = 30.0  # timeout of the list of models
+MAX_MESSAGE_CHARS = 300
+REFUSALS = (400, 422)
+EXTENSIONS = (("ignore_eos", "min_tokens"), ("ignore_eos",), ("min_tokens",), ())  # tried until one is accepted
+# Words of two letters, one token each in common vocabularies: a text's tokens depend on the number of its words only.
+WORDS = ("of", "to", "in", "is", "it", "on", "at", "by", "we", "he", "as", "so", "me", "my", "or", "an")
+_KEY_HINT = "set --api-key or OPENAI_API_KEY"
+_MODEL_HINT = "choose one with --model NAME"
+_HINTS = {401: _KEY_HINT, 403: _KEY_HINT, 404: "try --chat, or check --url"}
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The reply to a request. ``error`` is its kind and message; None for a JSON object with status 200."""
+
+    status: int = 0  # 0: no reply
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The tokens of a completion, as the server counts them. ``error`` is None for a complete one."""
+
+    status: int
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    error: str | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class Connection:
+    """The connections to one server, as many as there are concurrent requests."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: URL, address: str | None) -> None:
+        self.url = url
+        self._session = session
+        self._base = url if address is None else url.with_host(address)
+        self._headers = {} if address is None else {"Host": url.authority}
+        self._certified_name = url.host if address is not None and url.scheme == "https" else None
+
+    async def request(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float
+    ) -> Reply:
+        """Sends one request, and returns its reply within ``timeout_s``."""
+        try:
+            async with self._session.request(
+                method,
+                self._base.joinpath(*path.split("/")),
+                json=body,
+                headers=self._headers,
+                server_hostname=self._certified_name,
+                timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_S),
+                allow_redirects=False,
+            ) as response:
+                status, content = response.status, await response.read()
+        except asyncio.TimeoutError as error:  # not the builtin before Python 3.11
+            return Reply(error=f"timeout: {str(error) or f'no complete response within {timeout_s:g} s'}")
+        except (aiohttp.ClientError, OSError) as error:
+            return Reply(error=f"connection: {str(error) or type(error).__name__}")
+        try:
+            fields = json.loads(content)
+        except ValueError:
+            fields = content.decode(errors="replace")
+        if status != 200:
+            return Reply(status, error=f"http-{status}: {_message(fields)}")
+        if not isinstance(fields, dict):
+            return Reply(status, error="malformed: the response is not a JSON object")
+        return Reply(status, fields)
+
+
+@asynccontextmanager
+async def connected(url: str, key: str | None = None, address: str | None = None) -> AsyncIterator[Connection]:
+    """Yields the connection to the server at ``url``, with or without `/v1`. ``address`` replaces the host of the URL,
+    but not the name in its certificate. Raises Failed `bench-url-wrong`."""
+    base = _base(url)
+    headers = {"User-Agent": "corewright-bench"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    connector = aiohttp.TCPConnector(limit=0, ssl=ssl.create_default_context())
+    async with aiohttp.ClientSession(connector=connector, headers=headers) as session:
+        yield Connection(session, base, address)
+
+
+def _base(url: str) -> URL:
+    """Returns the URL of a server without `/v1`. Raises Failed."""
+    try:
+        parsed = URL(url)
+        if parsed.scheme not in ("http", "https") or not parsed.host or not url.isprintable():
+            raise ValueError(f"{url!r} is not an http(s) URL")
+    except ValueError as error:
+        raise Failed("bench-url-wrong", str(error), "use a URL like http://127.0.0.1:8080") from None
+    return parsed.origin().with_path(parsed.path.rstrip("/").removesuffix("/v1"))
+
+
+@dataclass(frozen=True)
+class Server:
+    """One model of a server, created by ``find``."""
+
+    connection: Connection
+    model: str
+    max_len: int | None  # prompt and output tokens together, if the server reports it
+    chat: bool
+    timeout_s: float
+    extensions: tuple[str, ...]  # the accepted fields for an exact number of output tokens
+
+    @classmethod
+    async def find(cls, connection: Connection, model: str | None, *, chat: bool, timeout_s: float) -> Server:
+        """Finds the model, and the extensions that the server accepts. Raises Failed `bench-unreachable`,
+        `bench-model-unknown` or `bench-refused`."""
+        models = await _models(connection)
+        if model is None and len(models) != 1:
+            what = f"{connection.url} serves {', '.join(models) or 'none'}"
+            raise Failed("bench-model-unknown", what, _MODEL_HINT)
+        name = next(iter(models)) if model is None else model
+        if models and name not in models:
+            what = f"{connection.url} does not serve {name!r}, but {', '.join(models)}"
+            raise Failed("bench-model-unknown", what, _MODEL_HINT)
+        for extensions in EXTENSIONS:
+            server = cls(connection, name, models.get(name), chat, timeout_s, extensions)
+            probe = await server.complete(1, 2)
+            if probe.status not in REFUSALS:
+                break
+        server._check(probe)
+        return server
+
+    @property
+    def path(self) -> str:
+        return "v1/chat/completions" if self.chat else "v1/completions"
+
+    @property
+    def refused(self) -> tuple[str, ...]:
+        return tuple(name for name in EXTENSIONS[0] if name not in self.extensions)
+
+    async def complete(self, words: int, output: int) -> Completion:
+        """Completes a new prompt of so many words greedily, to ``output`` tokens. Prompts are random, so that prefix
+        caches have no effect."""
+        text = " ".join(random.choices(WORDS, k=words))
+        prompt = {"messages": [{"role": "user", "content": text}]} if self.chat else {"prompt": text}
+        extensions = {name: {"ignore_eos": True, "min_tokens": output}[name] for name in self.extensions}
+        body = {"model": self.model, **prompt, "max_tokens": output, "temperature": 0, **extensions}
+        reply = await self.connection.request("POST", self.path, body, timeout_s=self.timeout_s)
+        if reply.error is not None:
+            return Completion(reply.status, error=reply.error)
+        try:
+            usage = msgspec.convert(reply.fields.get("usage"), _Usage)
+        except msgspec.ValidationError as error:
+            return Completion(reply.status, error=f"malformed: `usage` of the response: {error}")
+        return Completion(reply.status, usage.prompt_tokens, usage.completion_tokens)
+
+    async def prompts(self, tokens: Sequence[int]) -> list[tuple[int, int]]:
+        """Returns for each number of tokens the number of words whose text comes closest to it, and the tokens of such
+        a text, as the server counts them. Raises Failed `bench-refused`."""
+        few, many = 1, max(2, max(tokens) // 3)
+        base, top = await self._count(few), await self._count(many)
+        if top <= base:
+            what = f"{few} words are {base} tokens, {many} words {top}"
+            raise Failed("bench-refused", f"{self.connection.url} does not count prompt tokens: {what}", _MODEL_HINT)
+        per_word = (top - base) / (many - few)
+        words = [max(1, few + round((wanted - base) / per_word)) for wanted in tokens]
+        return [(count, await self._count(count)) for count in words]
+
+    async def _count(self, words: int) -> int:
+        return self._check(await self.complete(words, 1)).prompt_tokens
+
+    def _check(self, completion: Completion) -> Completion:
+        if completion.error is None:
+            return completion
+        what = f"/{self.path} of {self.connection.url}: {completion.error}"
+        raise Failed("bench-refused", what, _HINTS.get(completion.status, "see the server's log"))
+
+
+async def _models(connection: Connection) -> dict[str, int | None]:
+    """Returns the models of `/v1/models`, with their lengths if the server reports them; empty without that route."""
+    reply = await connection.request("GET", "v1/models", timeout_s=MODELS_S)
+    if reply.status == 0:
+        hint = "check that it is running, and --url; for a private CA, set SSL_CERT_FILE"
+        raise Failed("bench-unreachable", f"{connection.url} does not answer: {reply.error}", hint)
+    if reply.status in (401, 403):
+        raise Failed("bench-refused", f"{connection.url}: {reply.error}", _KEY_HINT)
+    data = reply.fields.get("data")
+    cards = [card for card in data if isinstance(card, dict)] if isinstance(data, list) else []
+    lengths = {str(card.get("id")): card.get("max_model_len") for card in cards}
+    return {name: length if isinstance(length, int) else None for name, length in lengths.items()}
+
+
+def _message(body: Any) -> str:
+    """Returns the message in the body of an error response."""
+    error = body.get("error", body) if isinstance(body, dict) else body
+    return str(error.get("message", error) if isinstance(error, dict) else error)[:MAX_MESSAGE_CHARS]
