@@ -10,10 +10,10 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import SplitResult, urlsplit
 
 import aiohttp
 import msgspec
-from yarl import URL
 
 from orchestrator.process.failure import Failed
 
@@ -56,12 +56,16 @@ class _Usage(msgspec.Struct):
 class Connection:
     """The connections to one server, as many as there are concurrent requests."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: URL, address: str | None) -> None:
-        self.url = url
+    def __init__(self, session: aiohttp.ClientSession, url: SplitResult, address: str | None) -> None:
+        self.url = url.geturl()
         self._session = session
-        self._base = url if address is None else url.with_host(address)
-        self._headers = {} if address is None else {"Host": url.authority}
-        self._certified_name = url.host if address is not None and url.scheme == "https" else None
+        self._base, self._headers, self._certified_name = self.url, dict[str, str](), None
+        if address is not None:
+            host = f"[{address}]" if ":" in address else address
+            netloc = host if url.port is None else f"{host}:{url.port}"
+            self._base = url._replace(netloc=netloc).geturl()
+            self._headers["Host"] = url.netloc
+            self._certified_name = url.hostname if url.scheme == "https" else None
 
     async def request(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float
@@ -70,7 +74,7 @@ class Connection:
         try:
             async with self._session.request(
                 method,
-                self._base.joinpath(*path.split("/")),
+                self._base + path,
                 json=body,
                 headers=self._headers,
                 server_hostname=self._certified_name,
@@ -97,22 +101,23 @@ class Connection:
 async def connected(url: str, key: str | None = None, address: str | None = None) -> AsyncIterator[Connection]:
     """Yields the connection to the server at ``url``, with or without `/v1`. ``address`` replaces the host of the URL,
     but not the name in its certificate. Raises Failed `bench-url-wrong`."""
-    base = _base(url)
+    base = _parsed(url)
     headers = {"User-Agent": "corewright-bench"} | ({"Authorization": f"Bearer {key}"} if key else {})
     connector = aiohttp.TCPConnector(limit=0, ssl=ssl.create_default_context())
     async with aiohttp.ClientSession(connector=connector, headers=headers) as session:
         yield Connection(session, base, address)
 
 
-def _base(url: str) -> URL:
-    """Returns the URL of a server without `/v1`. Raises Failed."""
+def _parsed(url: str) -> SplitResult:
+    """Returns the URL of a server, without `/v1` and what else a base does not have. Raises Failed."""
     try:
-        parsed = URL(url)
-        if parsed.scheme not in ("http", "https") or not parsed.host or not url.isprintable():
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0 or not url.isprintable():
             raise ValueError(f"{url!r} is not an http(s) URL")
     except ValueError as error:
         raise Failed("bench-url-wrong", str(error), "use a URL like http://127.0.0.1:8080") from None
-    return parsed.origin().with_path(parsed.path.rstrip("/").removesuffix("/v1"))
+    path = parts.path.rstrip("/").removesuffix("/v1")
+    return SplitResult(parts.scheme, parts.netloc.rpartition("@")[2], path, "", "")
 
 
 @dataclass(frozen=True)
@@ -148,7 +153,7 @@ class Server:
 
     @property
     def path(self) -> str:
-        return "v1/chat/completions" if self.chat else "v1/completions"
+        return "/v1/chat/completions" if self.chat else "/v1/completions"
 
     @property
     def refused(self) -> tuple[str, ...]:
@@ -188,13 +193,13 @@ class Server:
     def _check(self, completion: Completion) -> Completion:
         if completion.error is None:
             return completion
-        what = f"/{self.path} of {self.connection.url}: {completion.error}"
+        what = f"{self.path} of {self.connection.url}: {completion.error}"
         raise Failed("bench-refused", what, _HINTS.get(completion.status, "see the server's log"))
 
 
 async def _models(connection: Connection) -> dict[str, int | None]:
     """Returns the models of `/v1/models`, with their lengths if the server reports them; empty without that route."""
-    reply = await connection.request("GET", "v1/models", timeout_s=MODELS_S)
+    reply = await connection.request("GET", "/v1/models", timeout_s=MODELS_S)
     if reply.status == 0:
         hint = "check that it is running, and --url; for a private CA, set SSL_CERT_FILE"
         raise Failed("bench-unreachable", f"{connection.url} does not answer: {reply.error}", hint)

@@ -143,7 +143,7 @@ async def sweep(server: Server, length: int, batches: Sequence[int], rounds: int
             result = "failed" if cell.latency_s is None else f"{cell.latency_s:.2f} s"
             say(f"batch of {batch}, prompt of {tokens}, {output} output tokens: {result}")
             cells.append(cell)
-    return Sweep(str(server.connection.url), server.model, length, rounds, server.refused, tuple(cells))
+    return Sweep(server.connection.url, server.model, length, rounds, server.refused, tuple(cells))
 
 
 async def _measure(server: Server, words: int, output: int, batch: int, rounds: int) -> tuple[Round, ...]:

@@ -65,14 +65,6 @@ SpeedsOption = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Measured speeds, as written by `trace export --speeds`.")
 ]
 FollowOption = Annotated[bool, typer.Option("--follow", "-f", help="Continue with new output until Ctrl-C.")]
-LengthsOption = Annotated[
-    str,
-    typer.Option(
-        metavar="NAME|PROMPT:OUTPUT",
-        help="Token lengths: chat (sampled from the Azure trace of 2023), or fixed, such as 512:128.",
-    ),
-]
-HtmlOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Write an HTML report with plots to FILE.")]
 
 
 @contextlib.contextmanager

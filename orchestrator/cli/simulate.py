@@ -10,8 +10,6 @@ import typer
 from orchestrator.cli.app import (
     FAILED,
     FormatOption,
-    HtmlOption,
-    LengthsOption,
     SpecArgument,
     SpeedsOption,
     app,
@@ -59,6 +57,13 @@ DurationOption = Annotated[
     float, typer.Option(min=1, max=31_536_000, metavar="S", help="Duration of the arrivals, in seconds.")
 ]
 SeedOption = Annotated[int, typer.Option(min=0, metavar="N", help="Random seed of arrivals and lengths.")]
+LengthsOption = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME|PROMPT:OUTPUT",
+        help="Token lengths: chat (sampled from the Azure trace of 2023), or fixed, such as 512:128.",
+    ),
+]
 ShareOption = Annotated[
     list[str] | None,
     typer.Option(metavar="MODEL=W", help="Weight of a model's request rate; other models have 1. Repeatable."),
@@ -81,6 +86,7 @@ PolicyOption = Annotated[
     str,
     typer.Option(metavar="NAME", help="Scaling policy: auto (the autoscaler) or fixed (always `replicas.min`)."),
 ]
+HtmlOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Write an HTML report with plots to FILE.")]
 BeginsOption = Annotated[
     str | None, typer.Option(metavar="DATE", help="Simulated start time, for schedules.", show_default=BEGINS)
 ]
