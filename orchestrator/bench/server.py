@@ -8,7 +8,7 @@ import random
 import ssl
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
@@ -29,26 +29,17 @@ _MODEL_HINT = "choose one with --model NAME"
 _HINTS = {401: _KEY_HINT, 403: _KEY_HINT, 404: "try --chat, or check --url"}
 
 
-@dataclass(frozen=True)
-class Reply:
-    """The reply to a request. ``error`` is its kind and message; None for a JSON object with status 200."""
+class RequestFailed(Failed):
+    """A request without a complete answer. ``error`` is its kind and message, ``status`` that of the response, or 0."""
 
-    status: int = 0  # 0: no reply
-    fields: Mapping[str, Any] = field(default_factory=dict)
-    error: str | None = None
-
-
-@dataclass(frozen=True)
-class Completion:
-    """The tokens of a completion, as the server counts them. ``error`` is None for a complete one."""
-
-    status: int
-    prompt_tokens: int = 0
-    output_tokens: int = 0
-    error: str | None = None
+    def __init__(self, request: str, status: int, error: str) -> None:
+        super().__init__("bench-refused", f"{request}: {error}", _HINTS.get(status, "see the server's log"))
+        self.status, self.error = status, error
 
 
-class _Usage(msgspec.Struct):
+class Usage(msgspec.Struct, frozen=True):
+    """The tokens of a complete answer, as the server counts them."""
+
     prompt_tokens: int
     completion_tokens: int
 
@@ -69,8 +60,9 @@ class Connection:
 
     async def request(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float
-    ) -> Reply:
-        """Sends one request, and returns its reply within ``timeout_s``."""
+    ) -> dict[str, Any]:
+        """Sends one request, and returns the JSON of its response within ``timeout_s``. Raises RequestFailed."""
+        request = f"{path} of {self.url}"
         try:
             async with self._session.request(
                 method,
@@ -83,18 +75,19 @@ class Connection:
             ) as response:
                 status, content = response.status, await response.read()
         except asyncio.TimeoutError as error:  # not the builtin before Python 3.11
-            return Reply(error=f"timeout: {str(error) or f'no complete response within {timeout_s:g} s'}")
+            what = str(error) or f"no complete response within {timeout_s:g} s"
+            raise RequestFailed(request, 0, f"timeout: {what}") from None
         except (aiohttp.ClientError, OSError) as error:
-            return Reply(error=f"connection: {str(error) or type(error).__name__}")
+            raise RequestFailed(request, 0, f"connection: {str(error) or type(error).__name__}") from None
         try:
             fields = json.loads(content)
         except ValueError:
             fields = content.decode(errors="replace")
         if status != 200:
-            return Reply(status, error=f"http-{status}: {_message(fields)}")
+            raise RequestFailed(request, status, f"http-{status}: {_message(fields)}")
         if not isinstance(fields, dict):
-            return Reply(status, error="malformed: the response is not a JSON object")
-        return Reply(status, fields)
+            raise RequestFailed(request, status, "malformed: the response is not a JSON object")
+        return fields
 
 
 @asynccontextmanager
@@ -145,10 +138,12 @@ class Server:
             raise Failed("bench-model-unknown", what, _MODEL_HINT)
         for extensions in EXTENSIONS:
             server = cls(connection, name, models.get(name), chat, timeout_s, extensions)
-            probe = await server.complete(1, 2)
-            if probe.status not in REFUSALS:
+            try:
+                await server.complete(1, 2)
                 break
-        server._check(probe)
+            except RequestFailed as failed:
+                if failed.status not in REFUSALS or not extensions:
+                    raise
         return server
 
     @property
@@ -159,53 +154,44 @@ class Server:
     def refused(self) -> tuple[str, ...]:
         return tuple(name for name in EXTENSIONS[0] if name not in self.extensions)
 
-    async def complete(self, words: int, output: int) -> Completion:
+    async def complete(self, words: int, output: int) -> Usage:
         """Completes a new prompt of so many words greedily, to ``output`` tokens. Prompts are random, so that prefix
-        caches have no effect."""
+        caches have no effect. Raises RequestFailed."""
         text = " ".join(random.choices(WORDS, k=words))
         prompt = {"messages": [{"role": "user", "content": text}]} if self.chat else {"prompt": text}
         extensions = {name: {"ignore_eos": True, "min_tokens": output}[name] for name in self.extensions}
         body = {"model": self.model, **prompt, "max_tokens": output, "temperature": 0, **extensions}
-        reply = await self.connection.request("POST", self.path, body, timeout_s=self.timeout_s)
-        if reply.error is not None:
-            return Completion(reply.status, error=reply.error)
+        fields = await self.connection.request("POST", self.path, body, timeout_s=self.timeout_s)
         try:
-            usage = msgspec.convert(reply.fields.get("usage"), _Usage)
+            return msgspec.convert(fields.get("usage"), Usage)
         except msgspec.ValidationError as error:
-            return Completion(reply.status, error=f"malformed: `usage` of the response: {error}")
-        return Completion(reply.status, usage.prompt_tokens, usage.completion_tokens)
+            request = f"{self.path} of {self.connection.url}"
+            raise RequestFailed(request, 200, f"malformed: `usage` of the response: {error}") from None
 
     async def prompts(self, tokens: Sequence[int]) -> list[tuple[int, int]]:
         """Returns for each number of tokens the number of words whose text comes closest to it, and the tokens of such
         a text, as the server counts them. Raises Failed `bench-refused`."""
         few, many = 1, max(2, max(tokens) // 3)
-        base, top = await self._count(few), await self._count(many)
+        base, top = [(await self.complete(words, 1)).prompt_tokens for words in (few, many)]
         if top <= base:
             what = f"{few} words are {base} tokens, {many} words {top}"
             raise Failed("bench-refused", f"{self.connection.url} does not count prompt tokens: {what}", _MODEL_HINT)
         per_word = (top - base) / (many - few)
-        words = [max(1, few + round((wanted - base) / per_word)) for wanted in tokens]
-        return [(count, await self._count(count)) for count in words]
-
-    async def _count(self, words: int) -> int:
-        return self._check(await self.complete(words, 1)).prompt_tokens
-
-    def _check(self, completion: Completion) -> Completion:
-        if completion.error is None:
-            return completion
-        what = f"{self.path} of {self.connection.url}: {completion.error}"
-        raise Failed("bench-refused", what, _HINTS.get(completion.status, "see the server's log"))
+        sizes = [max(1, few + round((wanted - base) / per_word)) for wanted in tokens]
+        return [(words, (await self.complete(words, 1)).prompt_tokens) for words in sizes]
 
 
 async def _models(connection: Connection) -> dict[str, int | None]:
     """Returns the models of `/v1/models`, with their lengths if the server reports them; empty without that route."""
-    reply = await connection.request("GET", "/v1/models", timeout_s=MODELS_S)
-    if reply.status == 0:
+    try:
+        data = (await connection.request("GET", "/v1/models", timeout_s=MODELS_S)).get("data")
+    except RequestFailed as failed:
+        if failed.status in (401, 403):
+            raise
+        if failed.status:
+            return {}
         hint = "check that it is running, and --url; for a private CA, set SSL_CERT_FILE"
-        raise Failed("bench-unreachable", f"{connection.url} does not answer: {reply.error}", hint)
-    if reply.status in (401, 403):
-        raise Failed("bench-refused", f"{connection.url}: {reply.error}", _KEY_HINT)
-    data = reply.fields.get("data")
+        raise Failed("bench-unreachable", f"{connection.url} does not answer: {failed.error}", hint) from None
     cards = [card for card in data if isinstance(card, dict)] if isinstance(data, list) else []
     lengths = {str(card.get("id")): card.get("max_model_len") for card in cards}
     return {name: length if isinstance(length, int) else None for name, length in lengths.items()}

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from orchestrator.bench.server import Completion, Server
+from orchestrator.bench.server import RequestFailed, Server, Usage
 from orchestrator.process.text_table import columns
 
 SHARES = (25, 50, 75)  # per cent of the length, as https://huggingface.co/blog/inferentia-llama2
@@ -18,22 +18,12 @@ HEADER = ("BATCH", "PROMPT", "OUTPUT", "LATENCY", "OUTPUT TOKENS/S", "ALL TOKENS
 
 @dataclass(frozen=True)
 class Round:
-    """A batch of equal requests, sent together."""
+    """A batch of equal requests, sent together: the tokens of the complete answers, and the errors of the others."""
 
-    completions: tuple[Completion, ...]
     latency_s: float  # from before the first request until after the last answer
-
-    @property
-    def ok(self) -> bool:
-        return all(completion.error is None for completion in self.completions)
-
-    @property
-    def prompt_tokens(self) -> int:
-        return sum(completion.prompt_tokens for completion in self.completions)
-
-    @property
-    def output_tokens(self) -> int:
-        return sum(completion.output_tokens for completion in self.completions)
+    prompt_tokens: int
+    output_tokens: int
+    errors: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -62,24 +52,18 @@ class Cell:
         return self._median(lambda run: (run.prompt_tokens + run.output_tokens) / run.latency_s)
 
     @property
-    def prompt_tokens(self) -> float | None:
-        """The prompt tokens per request."""
-        return self._median(lambda run: run.prompt_tokens / self.batch)
-
-    @property
     def output_tokens(self) -> float | None:
         """The generated tokens per request."""
         return self._median(lambda run: run.output_tokens / self.batch)
 
     @property
     def good_rounds(self) -> int:
-        return sum(run.ok for run in self.rounds)
+        return sum(not run.errors for run in self.rounds)
 
     @property
     def errors(self) -> dict[str, int]:
         """The number of failed requests by kind and message, the most frequent first."""
-        errors = (completion.error for run in self.rounds for completion in run.completions)
-        return dict(Counter(error for error in errors if error is not None).most_common())
+        return dict(Counter(error for run in self.rounds for error in run.errors).most_common())
 
     def as_dict(self) -> dict[str, object]:
         return {
@@ -89,7 +73,7 @@ class Cell:
             "batch": self.batch,
             "rounds": len(self.rounds),
             "good_rounds": self.good_rounds,
-            "counted_prompt_tokens": self.prompt_tokens,
+            "counted_prompt_tokens": self._median(lambda run: run.prompt_tokens / self.batch),
             "counted_output_tokens": self.output_tokens,
             "latency_s": _rounded(self.latency_s),
             "output_tokens_per_s": _rounded(self.output_rate),
@@ -98,7 +82,7 @@ class Cell:
         }
 
     def _median(self, figure: Callable[[Round], float]) -> float | None:
-        values = [figure(run) for run in self.rounds if run.ok]
+        values = [figure(run) for run in self.rounds if not run.errors]
         return float(median(values)) if values else None
 
 
@@ -139,20 +123,29 @@ async def sweep(server: Server, length: int, batches: Sequence[int], rounds: int
     for batch in batches:
         for share, (words, tokens) in zip(SHARES, prompts, strict=True):
             output = max(1, length - tokens)
-            cell = Cell(share, tokens, output, batch, await _measure(server, words, output, batch, rounds))
+            measured = tuple([await _round(server, words, output, batch) for _ in range(rounds)])
+            cell = Cell(share, tokens, output, batch, measured)
             result = "failed" if cell.latency_s is None else f"{cell.latency_s:.2f} s"
             say(f"batch of {batch}, prompt of {tokens}, {output} output tokens: {result}")
             cells.append(cell)
     return Sweep(server.connection.url, server.model, length, rounds, server.refused, tuple(cells))
 
 
-async def _measure(server: Server, words: int, output: int, batch: int, rounds: int) -> tuple[Round, ...]:
-    measured = []
-    for _ in range(rounds):
-        began = time.monotonic()
-        completions = await asyncio.gather(*(server.complete(words, output) for _ in range(batch)))
-        measured.append(Round(tuple(completions), time.monotonic() - began))
-    return tuple(measured)
+async def _round(server: Server, words: int, output: int, batch: int) -> Round:
+    began = time.monotonic()
+    answers = await asyncio.gather(*(_answer(server, words, output) for _ in range(batch)))
+    latency_s = time.monotonic() - began
+    complete = [answer for answer in answers if isinstance(answer, Usage)]
+    errors = tuple(answer for answer in answers if isinstance(answer, str))
+    prompt_tokens = sum(usage.prompt_tokens for usage in complete)
+    return Round(latency_s, prompt_tokens, sum(usage.completion_tokens for usage in complete), errors)
+
+
+async def _answer(server: Server, words: int, output: int) -> Usage | str:
+    try:
+        return await server.complete(words, output)
+    except RequestFailed as failed:
+        return failed.error
 
 
 def _notes(cell: Cell) -> list[str]:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from orchestrator.bench.server import Completion, Server, connected
+from orchestrator.bench.server import Server, Usage, connected
 from orchestrator.bench.sweep import Cell, Round, Sweep, sweep
 from orchestrator.cli.main import run
 from orchestrator.process.failure import Failed
@@ -129,7 +129,7 @@ async def test_answers_that_end_early_are_counted_with_their_actual_tokens() -> 
 
 
 def completed(prompt: int, output: int, latency_s: float, batch: int = 1, error: str | None = None) -> Round:
-    return Round((Completion(200, prompt, output, error),) * batch, latency_s)
+    return Round(latency_s, batch * prompt, batch * output, () if error is None else (error,) * batch)
 
 
 def test_the_pages_rows_follow_from_its_definition() -> None:
@@ -269,10 +269,10 @@ async def test_a_servers_certificate_is_verified(tmp_path: Path, monkeypatch: py
                 pass
         monkeypatch.setenv("SSL_CERT_FILE", str(authority.file))
         async with found(server) as target:
-            completion = await target.complete(1, 2)
+            answered = await target.complete(1, 2)
     assert failed.value.problem.id == "bench-unreachable"
     assert "certificate" in failed.value.problem.what.lower()
-    assert completion.error is None
+    assert answered == Usage(2, 2)
 
 
 @pytest.mark.parametrize("tokens", [None, 5])
