@@ -4,57 +4,26 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from orchestrator.process.failure import Failed
 from placements.resources.calibration import FIELDS, MeasuredSpeed
-from placements.resources.measured_times import LEAST_REQUESTS, LEAST_TOKENS, line, low
-
-GROUPS = 8  # groups of prompts by length
+from placements.resources.measured_times import LEAST_TOKENS, PACE, Times, length_class, note, speeds_of
 
 
 def measured_speeds(requests: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """Returns the speeds by model from the records of the gateways (`orchestrator.records.request_traces`), without
-    models with too few requests.
-
-    1. step_ms: the undisturbed pace of requests with LEAST_TOKENS output tokens or more.
-    2. prefill_base_ms and prefill_token_ms: a line through the undisturbed times to the first token of GROUPS groups of
-       prompts of similar length; omitted if all prompts had about the same length.
-    3. requests: the number of requests that were measured.
-    """
-    paces: dict[str, list[float]] = {}
-    firsts: dict[str, list[tuple[int, float]]] = {}
+    """Returns the speeds (`measured_times.speeds_of`) and the number of requests by model, from the records of the
+    gateways (`orchestrator.records.request_traces`). Models with too few requests are missing."""
+    by_model: dict[str, Times] = {}
     for request in requests:
-        name = request["model"]
-        if request["decode_ms"] > 0 and request["output_tokens"] >= LEAST_TOKENS:
-            paces.setdefault(name, []).append(request["decode_ms"] / (request["output_tokens"] - 1))
-        if request["first_ms"] > 0:
-            firsts.setdefault(name, []).append((request["prompt_tokens"], request["first_ms"]))
-    speeds: dict[str, dict[str, float]] = {}
-    for name in sorted({*paces, *firsts}):
-        own: dict[str, float] = {}
-        if len(paces.get(name, ())) >= LEAST_REQUESTS:
-            own["step_ms"] = round(low(paces[name]), 4)
-        if len(firsts.get(name, ())) >= LEAST_REQUESTS:
-            fitted = _line(firsts[name])
-            if fitted is not None:
-                own |= {"prefill_base_ms": round(fitted[0], 4), "prefill_token_ms": round(fitted[1], 6)}
-        if own:
-            speeds[name] = own | {"requests": max(len(paces.get(name, ())), len(firsts.get(name, ())))}
-    return speeds
-
-
-def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float] | None:
-    """Fits a line (base, slope) through the undisturbed time of each group."""
-    ordered = sorted(points)
-    size = max(1, math.ceil(len(ordered) / GROUPS))
-    groups = [ordered[i : i + size] for i in range(0, len(ordered), size)]
-    return line(
-        [sum(tokens for tokens, _ in group) / len(group) for group in groups],
-        [low(value for _, value in group) for group in groups],
-    )
+        times = by_model.setdefault(request["model"], {})
+        if request["output_tokens"] >= LEAST_TOKENS:
+            note(times, PACE, request["decode_ms"] / 1000 / (request["output_tokens"] - 1))
+        note(times, length_class(request["prompt_tokens"]), request["first_ms"] / 1000)
+    every = {model: speeds_of(times) for model, times in sorted(by_model.items())}
+    return {model: {**speeds, "requests": count} for model, (speeds, count) in every.items() if speeds}
 
 
 def parse_speeds(text: str, name: str) -> tuple[MeasuredSpeed, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 Times = dict[int, dict[int, int]]
 """Numbers of requests by what was measured and by the class of the time: of PACE the seconds from token to token, of a
@@ -56,13 +56,13 @@ def speeds_of(times: Times) -> tuple[dict[str, float], int]:
     prompts = sum(sum(counts.values()) for counts in firsts.values())
     if prompts >= LEAST_REQUESTS:
         usual = sorted(number for number, counts in firsts.items() if sum(counts.values()) >= LEAST_OF_LENGTH)
-        fitted = line([2 ** ((number - 1) / 2) for number in usual], [1000 * _low(firsts[number]) for number in usual])
+        fitted = _line([2 ** ((number - 1) / 2) for number in usual], [1000 * _low(firsts[number]) for number in usual])
         if fitted is not None:
             speeds |= {"prefill_base_ms": round(fitted[0], 4), "prefill_token_ms": round(fitted[1], 6)}
     return speeds, max(sum(paces.values()), prompts)
 
 
-def line(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float] | None:
+def _line(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float] | None:
     """Fits a line (base, slope) by least squares; neither is negative. ``xs`` are sorted lengths. None if they are too
     similar, or longer prompts took no longer: such a line does not extrapolate."""
     if not xs or xs[-1] < SPREAD * xs[0]:
@@ -74,12 +74,6 @@ def line(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float] | None
         return None
     base = mean_y - slope * mean_x
     return (base, slope) if base >= 0 else (0.0, sum(ys) / sum(xs))
-
-
-def low(values: Iterable[float]) -> float:
-    """Returns the undisturbed one of the times."""
-    ordered = sorted(values)
-    return ordered[int(len(ordered) * LOW)]
 
 
 def _low(counts: Mapping[int, int]) -> float:

