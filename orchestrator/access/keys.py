@@ -253,13 +253,7 @@ class KeyFile:
         """Creates a key; returns it and its text, which is stored nowhere. From now on, or from ``activate_at`` on,
         every request needs a key; a grace period that has begun keeps its end. Raises Failed for a name that is taken
         or invalid, an allowance out of bounds, and an ``activate_at`` if every request needs a key already."""
-        _check_bounds(allowance)
-        if not re.match(_NAME, name) or re.match(_ID, name):
-            raise Failed("key-name-wrong", f"{name!r} is not a valid key name", _NAME_RULE)
-        for model in models:
-            if not all(re.match(_NAME, part) for part in model.split(":", 1)):  # MODEL:ADAPTER
-                what = f"{model!r} is not a valid model name"
-                raise Failed("key-name-wrong", what, "--model takes the name of a model in the spec, or MODEL:ADAPTER")
+        check_new(name, models, allowance)
         now = time.time() if now is None else now
         with self._locked():
             ring = self.read()
@@ -361,6 +355,17 @@ def _unknown(id_or_name: str, keys: Sequence[ApiKey]) -> Failed:
     names = ", ".join(key.name for key in keys)
     hint = f"existing keys: {names}" if names else "no key exists; corewright keys create NAME creates one"
     return Failed("key-unknown", f"there is no key {shown(id_or_name)!r}", hint)
+
+
+def check_new(name: str, models: Sequence[str], allowance: Allowance) -> None:
+    """Raises Failed for a name of a key or of a model that is invalid, and for an allowance out of bounds."""
+    _check_bounds(allowance)
+    if not re.match(_NAME, name) or re.match(_ID, name):
+        raise Failed("key-name-wrong", f"{name!r} is not a valid key name", _NAME_RULE)
+    for model in models:
+        if not all(re.match(_NAME, part) for part in model.split(":", 1)):  # MODEL:ADAPTER
+            what = f"{model!r} is not a valid model name"
+            raise Failed("key-name-wrong", what, "--model takes the name of a model in the spec, or MODEL:ADAPTER")
 
 
 def _check_bounds(allowance: Allowance) -> None:

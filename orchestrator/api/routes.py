@@ -197,7 +197,7 @@ ROUTES: tuple[AdminRoute, ...] = (
     _change(
         "/requests/cancel",
         "Cancel a request that is in a queue or a slot.",
-        "the request; its gateway ends it within a second or so",
+        "the request; its gateway ends it, and others of the same id, within a second or so",
         Operator.cancel_request,
         RequestId,
         404,

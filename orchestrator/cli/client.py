@@ -78,14 +78,16 @@ class AdminClient:
                 time.sleep(RETRY_S)
 
     def _request(self, method: str, path: str, body: bytes | None, deadline_s: float) -> Any:
-        parts = urlsplit(self.url)
         try:
+            parts = urlsplit(self.url)
             port = parts.port
+            if parts.hostname is None or parts.scheme not in ("http", "https"):
+                raise ValueError
         except ValueError:
-            port = -1
-        if parts.hostname is None or parts.scheme not in ("http", "https") or port == -1:
             hint = "set COREWRIGHT_URL to an address such as http://127.0.0.1:PORT"
-            raise Failed("fleet-url-wrong", f"{self.url!r} is not a valid URL", hint)
+            raise Failed("fleet-url-wrong", f"{self.url!r} is not a valid URL", hint) from None
+        if not (self.token.isascii() and self.token.isprintable()):
+            raise Failed("fleet-url-wrong", "COREWRIGHT_TOKEN has characters that no token has", "set it again")
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         connection = kind(parts.hostname, port, timeout=deadline_s)
         headers = {"Authorization": f"Bearer {self.token}", BY_HEADER: caller()}

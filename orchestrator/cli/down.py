@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import time
 from typing import Annotated
 
@@ -48,7 +49,13 @@ def down(
         raise Failed("down-incomplete", f"`up` (pid {record.pid}) ended without cleaning up: {leftovers}", hint)
     client = the_fleet()
     within_s = _drain_s(client) + DOWN_SPARE_S
-    client.post("down")
+    try:
+        client.post("down")
+    except Failed as failed:  # it is starting, or its controller restarts
+        if client.record is None or failed.problem.id != "fleet-unreachable":
+            raise
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(client.record.pid, signal.SIGTERM)
     if client.record is None:
         return
     say("draining")

@@ -9,7 +9,17 @@ from typing import Annotated, Any
 import typer
 
 from orchestrator.access.audit_log import Audit, AuditLine, recorded_command
-from orchestrator.access.keys import SCOPES, Allowance, ApiKey, KeyFile, KeyRing, read_expiry, read_limit, shown
+from orchestrator.access.keys import (
+    SCOPES,
+    Allowance,
+    ApiKey,
+    KeyFile,
+    KeyRing,
+    check_new,
+    read_expiry,
+    read_limit,
+    shown,
+)
 from orchestrator.cli.app import FormatOption, YesOption, app, group
 from orchestrator.cli.client import running_fleet
 from orchestrator.cli.output import Format, confirmed, fields_of, say, show
@@ -107,6 +117,7 @@ def create(
     models = tuple(model or ())
     limits = _limits(weight, priority, requests_per_minute, tokens_per_minute, max_concurrent)
     allowance = Allowance(**limits)
+    check_new(name, models, allowance)
     home.prepare()
     file = KeyFile(home.keys)
     if starts is None and file.read().keyless_until is None:

@@ -17,7 +17,7 @@ from typer.completion import completion_init  # type: ignore[attr-defined]  # it
 from typer.core import TyperGroup
 from typer.main import get_group
 
-from orchestrator.cli.app import COMPLETE, FAILED, USAGE, app
+from orchestrator.cli.app import COMPLETE, FAILED, INTERRUPTED, USAGE, app
 from orchestrator.cli.left import removal
 from orchestrator.cli.output import complain
 from orchestrator.process.failure import Failed
@@ -65,7 +65,10 @@ def application(command: str = "") -> TyperGroup:
 
 def main() -> None:
     """Run the command line and exit the process."""
-    sys.exit(run(sys.argv[1:]))
+    try:
+        sys.exit(run(sys.argv[1:]))
+    except KeyboardInterrupt:  # before a command has handled it
+        sys.exit(INTERRUPTED)
 
 
 def run(arguments: list[str]) -> int:

@@ -145,6 +145,8 @@ class Daemon:
         gateway = self.options.gateway
         check_port(gateway.host, gateway.port)
         if self.options.admin_port is not None:
+            if self.options.admin_port == gateway.port:
+                raise Failed("port-in-use", f"--port and --admin-port are both {gateway.port}", "choose another one")
             check_port("127.0.0.1", self.options.admin_port, "--admin-port")
         written: AuditLine | None = self._audit.begin("up", "up", self._audit_fields(), by=caller())
         previous = {number: signal.getsignal(number) for number in SIGNALS}

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from orchestrator.access.audit_log import Audit
 from orchestrator.process.failure import Failed
-from placements.spec.problems import render
+from orchestrator.revisions.spec_file import read_text
+from placements.spec.problems import Problem, render
 
 
 class SpecWatch:
@@ -22,18 +22,28 @@ class SpecWatch:
         report: Callable[[str], None],
     ) -> None:
         """``spec``: its text, file and folder. ``apply`` returns None while the fleet ends."""
-        self._applied = self._last = spec[0]
+        self._applied = spec[0]
+        self._last: str | None = spec[0]  # None: it cannot be read, which was reported
         self._file, self._base_dir = spec[1:]
         self._audit = audit
         self._apply = apply
         self._report = report
         self._failing = False  # the last apply failed for a reason outside the spec, such as a full disk
+        self._unreadable: Problem | None = None  # why the file could not be read last
 
     def poll(self) -> None:
-        """Applies the file if it differs from the applied text, and is the same in two polls."""
-        text = self._read()
-        if text is None or text == self._applied or text != self._last:  # unchanged, or still being written
-            self._last = text or self._last
+        """Applies the file if it differs from the applied text, and is the same in two polls. Reports a file that
+        cannot be read in two polls once: an editor may replace it meanwhile."""
+        try:
+            text = read_text(self._file, regular=True)
+        except Failed as failed:
+            if self._last is not None and failed.problem == self._unreadable:
+                self._report_result({"error": failed.problem, "problems": ()})
+                self._last = None
+            self._unreadable = failed.problem
+            return
+        if text != self._last or text == self._applied:  # still being written, or unchanged
+            self._last = text
             return
         result = self._result(text)
         if result is None:
@@ -43,12 +53,6 @@ class SpecWatch:
             self._report_result(result)
         if not self._failing:
             self._applied = text
-
-    def _read(self) -> str | None:
-        try:
-            return Path(self._file).read_text(encoding="utf-8")
-        except (OSError, ValueError):
-            return None
 
     def _result(self, text: str) -> Any:
         fields = {"text": text, "file": self._file, "base_dir": self._base_dir}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -10,6 +12,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from orchestrator.access.source_policy import SourcePolicy
+from orchestrator.process.failure import Failed
 from orchestrator.revisions.checkpoint_reader import CheckpointFacts, is_hub_source, read_facts, source_parts
 from orchestrator.revisions.precompiled_checkpoint import precompiled_problems
 from placements.facts.checkpoints import Checkpoint
@@ -67,24 +70,40 @@ def load(path: str, allowed: SourcePolicy = ANYTHING, *, folders: Folders = "loa
     if path == STANDARD_INPUT:
         data, name, base_dir = sys.stdin.buffer.read(MAX_BYTES + 1), "<stdin>", str(Path.cwd())
     else:
-        name, base_dir = path, str(Path(path).absolute().parent)
-        try:
-            with Path(path).open("rb") as stream:
-                data = stream.read(MAX_BYTES + 1)
-        except OSError as error:
-            return _unreadable(name, base_dir, f"{path} cannot be read: {error.strerror}", "check the path")
-    if len(data) > MAX_BYTES:
-        return _unreadable(name, base_dir, f"{name} is larger than {MAX_BYTES} bytes", "check that the file is a spec")
+        data, name, base_dir = None, path, str(Path(path).absolute().parent)
     try:
-        text = data.decode()
-    except UnicodeDecodeError as error:
-        what = f"{name} is not UTF-8: byte {error.start} is {data[error.start]:#04x}"
-        return _unreadable(name, base_dir, what, "save it as UTF-8")
+        text = read_text(path) if data is None else _decoded(data, name)
+    except Failed as failed:
+        return _unreadable(name, base_dir, failed.problem)
     return examine(text, name, base_dir, this_machine(), allowed, folders=folders)
 
 
-def _unreadable(name: str, base_dir: str, what: str, hint: str) -> SpecFile:
-    problem = Problem("spec-unreadable", "error", "", what, hint)
+def read_text(path: str, *, regular: bool = False) -> str:
+    """Returns the text of a spec file. ``regular``: of a file only, since opening a pipe may block. Raises Failed
+    `spec-unreadable`."""
+    flags = os.O_NONBLOCK if regular else 0
+    try:
+        with open(path, "rb", opener=lambda name, mode: os.open(name, mode | flags)) as stream:
+            if regular and not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+                raise Failed("spec-unreadable", f"{path} is not a regular file", "check the path")
+            data = stream.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise Failed("spec-unreadable", f"{path} cannot be read: {error.strerror}", "check the path") from None
+    return _decoded(data, path)
+
+
+def _decoded(data: bytes, name: str) -> str:
+    if len(data) > MAX_BYTES:
+        what = f"{name} is larger than {MAX_BYTES} bytes"
+        raise Failed("spec-unreadable", what, "check that the file is a spec")
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        what = f"{name} is not UTF-8: byte {error.start} is {data[error.start]:#04x}"
+        raise Failed("spec-unreadable", what, "save it as UTF-8") from None
+
+
+def _unreadable(name: str, base_dir: str, problem: Problem) -> SpecFile:
     return SpecFile("", name, base_dir, None, this_machine(), (), {}, (problem,))
 
 
@@ -100,7 +119,8 @@ def examine(
     """Returns a spec text with all problems of the parser and the rules. If it names a source that is not ``allowed``,
     no source is read. ``folders``: see `Folders`."""
     if reason := unusable_path(base_dir):
-        return _unreadable(name, base_dir, f"the folder of {name} {reason}", "check the path")
+        what = f"the folder of {name} {reason}"
+        return _unreadable(name, base_dir, Problem("spec-unreadable", "error", "", what, "check the path"))
     parsed = parse(text, name, base_dir)
     if parsed.spec is None:
         return SpecFile(text, name, base_dir, None, machine, (), {}, parsed.problems)

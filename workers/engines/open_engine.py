@@ -59,10 +59,11 @@ def open_encoder(config: ReplicaConfig) -> EncodeEngine:
     """Returns the engine of a model that does not generate, not loaded yet. Raises EngineLoadError."""
     assert config.kind != "generate"
     if config.engine == "echo":
-        from workers.engines.encoder.echo import EchoEncoder
+        from workers.engines.encoder.echo import WIDTH, EchoEncoder
 
         step_ms = float(config.engine_options.get("step_ms", 0))
-        return EchoEncoder(rows=config.slots, max_len=config.max_len, step_ms=step_ms)
+        width = 1 if config.kind == "rerank" else WIDTH
+        return EchoEncoder(rows=config.slots, max_len=config.max_len, width=width, step_ms=step_ms)
     if config.engine == "cpu":
         from workers.engines.encoder.cpu import open_cpu_encoder
 

@@ -109,12 +109,15 @@ class RequestReader:
         self._progress += 1
         for name, values in self._repeated.items():  # as in RFC 9110: two keys or encodings become one that is unknown
             headers[name] = b", ".join(values)
-        host = headers.get(b"host")
-        if b"," in host if host is not None else self._parser.get_http_version() == "1.1":  # two are joined above
+        host, version = headers.get(b"host"), self._parser.get_http_version()
+        if version not in ("1.0", "1.1"):
+            self._connection.refuse(errors.not_http(f"HTTP/{version} is not supported; use HTTP/1.1"))
+            return
+        if b"," in host if host is not None else version == "1.1":  # two are joined above
             self._connection.refuse(errors.not_http("exactly one Host header is required"))  # RFC 9112, 3.2
             return
         size, encoding = int(headers.get(b"content-length") or 0), headers.get(b"transfer-encoding")
-        if encoding is not None and (encoding.lower() != b"chunked" or self._parser.get_http_version() != "1.1"):
+        if encoding is not None and (encoding.lower() != b"chunked" or version != "1.1"):
             self._connection.refuse(errors.unknown_encoding("transfer-encoding", encoding.lower()))
         elif b"content-encoding" in headers and headers[b"content-encoding"].lower() != b"identity":
             self._connection.refuse(errors.unknown_encoding("content-encoding", headers[b"content-encoding"]))

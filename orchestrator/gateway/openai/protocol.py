@@ -49,7 +49,7 @@ class TextPart(msgspec.Struct):
     """One part of a message in parts; only text is supported."""
 
     type: Annotated[str, Meta(extra_json_schema={"const": "text"})]
-    text: str = ""
+    text: str | None = None  # of a part of this type always
 
 
 class FunctionCall(msgspec.Struct):
@@ -89,7 +89,9 @@ class ChatMessage(msgspec.Struct):
         for part in self.content:
             if part.type != "text":
                 raise invalid(f"messages: a part of type {part.type!r} is not supported; send text", param="messages")
-        return "".join(part.text for part in self.content)
+            if part.text is None:
+                raise invalid("messages: a part of type 'text' has no text", param="messages")
+        return "".join(part.text or "" for part in self.content)
 
     def for_template(self, place: int) -> dict[str, Any]:
         """Returns the message for chat templates: the text in one piece, the arguments of calls as objects.

@@ -8,6 +8,7 @@ blocks the other answers of the replica, takes at most 15 ms.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any
@@ -43,7 +44,8 @@ def schema_text(schema: Mapping[str, Any], param: str) -> str:
 class _Reduction:
     def __init__(self, param: str) -> None:
         self._param = param
-        self._properties = self._branches = self._values = 0
+        self._properties = self._branches = 0
+        self._values = Counter[str]()
         self._multiple = 1
 
     def schema(self, schema: Any, depth: int) -> Any:
@@ -61,13 +63,14 @@ class _Reduction:
                 self._count_branches(name, value)
                 value = [self.schema(part, depth + 1) for part in value]
             elif name in ("enum", "const"):
-                self._check_value(value, depth)
+                for part in value if name == "enum" and isinstance(value, list) else [value]:
+                    self._count_value(part, depth, "values of enum and const")
             elif name == "multipleOf":
                 self._count_multiple(value)
             elif isinstance(value, Mapping):
                 value = self.schema(value, depth + 1)
             else:
-                self._check_value(value, depth)
+                self._count_value(value, depth, "values of other keywords")
             reduced[name] = value
         return reduced
 
@@ -76,7 +79,7 @@ class _Reduction:
         if self._properties > MAX_PROPERTIES:
             raise _over(self._param, "properties", MAX_PROPERTIES)
         for name in properties:
-            self._check_value(name, 0)
+            self._check_text(name)
 
     def _count_branches(self, name: str, branches: list[Any]) -> None:
         self._branches += len(branches)
@@ -85,21 +88,25 @@ class _Reduction:
         if len(branches) > MAX_BRANCHES_OF_ONE and name not in ("prefixItems", "items"):
             raise _over(self._param, f"{len(branches)} branches of one {name}", MAX_BRANCHES_OF_ONE)
 
-    def _check_value(self, value: Any, depth: int) -> None:
+    def _count_value(self, value: Any, depth: int, of: str) -> None:
+        """Counts a value and those in it, and checks them."""
         self._check_depth(depth)
-        self._values += 1
-        if self._values > MAX_VALUES:
-            raise _over(self._param, "values of enum and const", MAX_VALUES)
+        self._values[of] += 1
+        if self._values[of] > MAX_VALUES:
+            raise _over(self._param, of, MAX_VALUES)
         if isinstance(value, str):
-            if len(value) > MAX_TEXT:
-                raise _over(self._param, f"{len(value)} characters in one name, pattern or value", MAX_TEXT)
+            self._check_text(value)
         elif isinstance(value, list):
             for part in value:
-                self._check_value(part, depth + 1)
+                self._count_value(part, depth + 1, of)
         elif isinstance(value, Mapping):
             for key, part in value.items():
-                self._check_value(key, depth + 1)
-                self._check_value(part, depth + 1)
+                self._check_text(key)
+                self._count_value(part, depth + 1, of)
+
+    def _check_text(self, text: str) -> None:
+        if len(text) > MAX_TEXT:
+            raise _over(self._param, f"{len(text)} characters in one name, pattern or value", MAX_TEXT)
 
     def _count_multiple(self, value: Any) -> None:
         if isinstance(value, int):

@@ -11,6 +11,7 @@ import getpass
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -1170,6 +1171,66 @@ def test_down_of_this_homes_fleet_times_out_after_its_drain(
     assert "down-late" in capsys.readouterr().err
     with contextlib.suppress(OSError):
         Home(home).forget_fleet()
+
+
+def test_down_ends_a_fleet_whose_controller_does_not_answer(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is starting, for example: `up` gets SIGTERM."""
+    Home(home).prepare()
+    with subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"]) as starting:
+        started = this_host.process_start(starting.pid)
+        assert started is not None
+        record = FleetRecord(
+            fleet="f",
+            name="two",
+            url="",
+            admin_url="http://127.0.0.1:9",
+            token=TOKEN,
+            dashboard_url=None,
+            ray_address="",
+            pid=starting.pid,
+            started=started,
+            version="",
+        )
+        Home(home).write_record(record)
+        alive = iter([True, True])
+        monkeypatch.setattr("orchestrator.cli.down.daemon_alive", lambda record: next(alive, starting.poll() is None))
+        run(["down"])
+        assert starting.wait(10) == -signal.SIGTERM
+    assert "fleet-unreachable" not in capsys.readouterr().err
+    with contextlib.suppress(OSError):
+        Home(home).forget_fleet()
+
+
+@pytest.mark.parametrize(
+    ("url", "token", "part"),
+    [
+        ("http://[::1", "x", "'http://[::1' is not a valid URL"),
+        ("http://127.0.0.1:x", "x", "is not a valid URL"),
+        ("http://127.0.0.1:9", "a\nb", "COREWRIGHT_TOKEN has characters"),
+        ("http://127.0.0.1:9", "\u00e9", "COREWRIGHT_TOKEN has characters"),
+    ],
+)
+def test_a_wrong_address_or_token_is_an_error_that_does_not_show_the_token(
+    url: str, token: str, part: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COREWRIGHT_URL", url)
+    monkeypatch.setenv("COREWRIGHT_TOKEN", token)
+    assert run(["status"]) == 1
+    shown = capsys.readouterr().err
+    assert "error: fleet-url-wrong: " in shown
+    assert part in shown
+    assert token == "x" or token not in shown
+
+
+@pytest.mark.parametrize("arguments", ["'a b'", "x --requests-per-minute 0", "x --model 'a b'"])
+def test_an_invalid_key_does_not_claim_that_the_gateway_is_closed(
+    arguments: str, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is said before the key is valid."""
+    assert run(["keys", "create", *shlex.split(arguments)]) != 0
+    assert "are rejected" not in capsys.readouterr().err
 
 
 def test_a_changed_mapping_is_shown_by_its_keys() -> None:

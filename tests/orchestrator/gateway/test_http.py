@@ -661,6 +661,14 @@ def test_input_that_is_not_http_is_400(gateway: LiveGateway, data: bytes) -> Non
         assert answer.code
 
 
+@pytest.mark.parametrize("line", ["GET /livez", "GET /livez HTTP/0.9", "GET /livez HTTP/2.0"])
+def test_other_versions_of_http_are_400(gateway: LiveGateway, line: str) -> None:
+    """With the version that is understood."""
+    answer = ask(gateway.port, f"{line}\r\nHost: x\r\n\r\n".encode())
+    assert (answer.status, answer.code) == (400, "malformed_http")
+    assert "use HTTP/1.1" in answer.body.decode()
+
+
 @pytest.mark.parametrize(
     ("headers", "status"),
     [

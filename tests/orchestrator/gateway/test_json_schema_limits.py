@@ -56,6 +56,16 @@ def test_a_schema_over_a_limit_is_refused(name: str) -> None:
     assert message in refused.value.message
 
 
+@pytest.mark.parametrize("parts", [1, 2])
+def test_as_many_values_as_the_limit_are_accepted(parts: int) -> None:
+    """Lists and other keywords do not count as values of enum."""
+    enums: list[dict[str, Any]] = [{"type": "integer", "enum": list(range(part, 4096, parts))} for part in range(parts)]
+    assert json.loads(schema_text({"anyOf": enums}, "tools")) == {"anyOf": enums}
+    enums[0]["enum"].append(-1)
+    with pytest.raises(ApiError, match="more than 4096 values of enum"):
+        schema_text({"anyOf": enums}, "tools")
+
+
 def test_a_tool_whose_call_is_forced_has_the_same_limits() -> None:
     """The arguments match its schema; if no call is forced, nothing is compiled."""
     tool = {"type": "function", "function": {"name": "f", "parameters": properties(2000)}}

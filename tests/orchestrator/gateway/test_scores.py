@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,30 +17,15 @@ from tests.encoders import TYPED, texts
 from tests.orchestrator.encoded import EncoderReplica
 from tests.orchestrator.gateways import VERSION, LiveGateway, routes
 from workers.engines.encoder.echo import EchoEncoder, echo_vector
-from workers.messages.encoder_protocol import EncodeInput, EncoderSpec
+from workers.messages.encoder_protocol import EncodeInput
 
 MAX_LEN = 64
 QUERY, DOCUMENTS = "what", ["one", "two", "three", "four"]
 
 
-class OneScore(EchoEncoder):
-    """Gives the first number of the echo vector."""
-
-    @property
-    def spec(self) -> EncoderSpec:
-        wide = super().spec
-        return EncoderSpec(wide.rows, wide.buckets, wide.vocab_size, 1)
-
-    def encode(self, inputs: Sequence[EncodeInput]) -> Any:
-        rows = super().encode(inputs)
-        for row in rows:
-            row.numbers = row.numbers[:1]
-        return rows
-
-
 @pytest.fixture(scope="module")
 def served() -> Iterator[LiveGateway]:
-    ranks, classes = EncoderReplica(OneScore(8, MAX_LEN)), EncoderReplica()
+    ranks, classes = EncoderReplica(EchoEncoder(8, MAX_LEN, width=1)), EncoderReplica()
     gateway = LiveGateway()
     gateway.serve(
         routes("r", ranks, kind="rerank", max_len=MAX_LEN),
@@ -59,7 +44,7 @@ def ask(gateway: LiveGateway, path: str, model: str, **fields: Any) -> httpx.Res
 
 
 def of(first: str, second: str) -> float:
-    return echo_vector(EncodeInput([*first.encode(), *second.encode()], second=len(first.encode())))[0]
+    return echo_vector(EncodeInput([*first.encode(), *second.encode()], second=len(first.encode())), 1)[0]
 
 
 @pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank", "/rerank"])

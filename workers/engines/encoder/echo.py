@@ -17,12 +17,12 @@ from workers.messages.encoder_protocol import EncodeInput, EncoderSpec
 WIDTH = 8
 
 
-def echo_vector(input: EncodeInput) -> tuple[float, ...]:
-    """Returns the vector of an input, of length 1: WIDTH numbers drawn from the CRC of its tokens, ``second`` and
-    ``prompt``."""
+def echo_vector(input: EncodeInput, width: int = WIDTH) -> tuple[float, ...]:
+    """Returns the vector of an input, of length 1, or for a ``width`` of 1 its score, up to 1: numbers drawn from the CRC
+    of its tokens, ``second`` and ``prompt``."""
     digest = zlib.crc32(struct.pack(f"<{len(input.ids)}I2I", *input.ids, input.second, input.prompt))
-    numbers = [1 + zlib.crc32(bytes([place]), digest) % 1000 for place in range(WIDTH)]
-    length = sum(number**2 for number in numbers) ** 0.5
+    numbers = [1 + zlib.crc32(bytes([place]), digest) % 1000 for place in range(width)]
+    length = sum(number**2 for number in numbers) ** 0.5 if width > 1 else 1000.0
     return tuple(array.array("f", (number / length for number in numbers)))
 
 
@@ -42,12 +42,13 @@ class EchoEncoder:
 
     rows: int
     max_len: int
+    width: int = WIDTH  # of a vector; of a rerank model 1, the score of a pair
     step_ms: float = 0.0  # the duration of a batch, to simulate a slow engine
 
     @property
     def spec(self) -> EncoderSpec:
-        labels = tuple(f"LABEL_{place}" for place in range(WIDTH))
-        return EncoderSpec(self.rows, default_prefill_buckets(self.max_len), VOCAB_SIZE, WIDTH, labels)
+        labels = tuple(f"LABEL_{place}" for place in range(self.width))
+        return EncoderSpec(self.rows, default_prefill_buckets(self.max_len), VOCAB_SIZE, self.width, labels)
 
     def load(self) -> None:
         """There is nothing to load."""
@@ -55,7 +56,7 @@ class EchoEncoder:
     def encode(self, inputs: Sequence[EncodeInput]) -> Any:
         if self.step_ms:
             time.sleep(self.step_ms / 1000)
-        return [_Row(echo_vector(input)) for input in inputs]
+        return [_Row(echo_vector(input, self.width)) for input in inputs]
 
     def close(self) -> None:
         """There is nothing to release."""
