@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 Origin = Literal["flag", "environment", "file", "default"]
 FILE = "config.yaml"
-IN_MEMORY = ("tmpfs", "ramfs")
 LONGEST_DRAIN_S = 3600
 S = TypeVar("S", bound=msgspec.Struct)
 
@@ -53,7 +52,7 @@ class Setting:
 
     @property
     def env(self) -> str:
-        return f"COREWRIGHT_{self.name.upper()}"
+        return _variable(self.name)
 
     @property
     def in_file(self) -> bool:
@@ -72,6 +71,10 @@ class Value:
     def as_dict(self) -> dict[str, Any]:
         value = list(self.value) if isinstance(self.value, tuple) else self.value
         return {"name": self.name, "value": value, "origin": self.origin, "where": self.where}
+
+
+def _variable(name: str) -> str:
+    return f"COREWRIGHT_{name.upper()}"
 
 
 def _text(value: Any) -> str:
@@ -147,7 +150,6 @@ _ORIGIN = re.compile(r"https?://([A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})
 _ORIGINS = "origins such as https://chat.example, or *"
 _CONSOLE = re.compile(_ORIGIN.pattern + "(/[A-Za-z0-9._~-]+)*/console/?", re.ASCII)
 _CONSOLES = "a URL such as https://ops.example/console/"
-_MEMORY = "an absolute folder of a tmpfs"
 _PLACES = "absolute folders, s3://bucket/prefix and hub:ORG"
 
 
@@ -178,13 +180,6 @@ def _places(value: Any) -> str:
     if value not in (HOSTS, HEAD) and not (is_label and key and text):
         raise ValueError("hosts, head or a label KEY=VALUE")
     return str(value)
-
-
-def _folder(value: Any) -> str:
-    path = str(Path(_text(value)).expanduser()) if value else ""
-    if not path.startswith("/"):
-        raise ValueError(_MEMORY)
-    return path
 
 
 MIB, GIB, PIB = 2**20, 2**30, 2**50
@@ -272,13 +267,6 @@ SETTINGS = (
     ),
     Setting("store_bytes", BYTES, None, "Maximum disk space per host for fetched models, in bytes; unset: no limit."),
     Setting(
-        "store_memory",
-        Kind(_MEMORY, _folder),
-        None,
-        "Folder in memory that fetched models are copied to before loading. Unset: models load from disk.",
-    ),
-    Setting("store_memory_bytes", BYTES, None, "Maximum size of store_memory, in bytes; unset: no limit."),
-    Setting(
         "data_plane",
         _word("unix", "tcp"),
         "unix",
@@ -291,6 +279,10 @@ SETTINGS = (
         "Folder of the fleet's record, logs and locks.",
     ),
 )
+
+_PAGE_CACHE = "remove the setting: the kernel's page cache keeps fetched models in memory while there is room"
+LEFT: Mapping[str, str] = {"store_memory": _PAGE_CACHE, "store_memory_bytes": _PAGE_CACHE}
+"""Settings that were removed -> what to use instead: answered by an error for one release."""
 
 
 @dataclass(frozen=True)
@@ -331,6 +323,7 @@ def resolve(
     home = environ.get("COREWRIGHT_HOME") or str(Path.home() / ".corewright")
     refuse_shared(Path(home).absolute())
     written = _file(Path(home).absolute() / FILE, problems)
+    problems += [_removal(_variable(name), name, "") for name in LEFT if environ.get(_variable(name))]
     values = []
     for setting in SETTINGS:
         if only is not None and setting.name not in only:
@@ -348,11 +341,6 @@ def resolve(
             message = f"{source}{setting.name} must be {error}, not {given.value!r}"
             problems.append(Problem("setting-wrong", "error", where, message, setting.doc))
             read = setting.default
-        if setting.name == "store_memory" and read is not None and is_on_disk(read):
-            where = given.where if given.origin == "file" else ""
-            message = f"store_memory: {read} is on disk: models would be stored there twice, and not in memory"
-            hint = "use a folder of a tmpfs, such as /dev/shm/models"
-            problems.append(Problem("store-memory-on-disk", "warning", where, message, hint))
         values.append(Value(setting.name, read, given.origin, given.where))
     return Settings(tuple(values), in_order(problems))
 
@@ -365,6 +353,10 @@ def _given(
     if environ.get(setting.env):
         return Value(setting.name, environ[setting.env], "environment", setting.env)
     return written.get(setting.name)
+
+
+def _removal(given: str, name: str, where: str) -> Problem:
+    return Problem("setting-removed", "error", where, f"{given} was removed", LEFT[name])
 
 
 def _file(path: Path, problems: list[Problem]) -> dict[str, Value]:
@@ -393,7 +385,9 @@ def _file(path: Path, problems: list[Problem]) -> dict[str, Value]:
     for key, value in tree.value.items():
         place = tree.places.get((key,))
         where = f"{path}:{place.line}:{place.column}" if place else str(path)
-        if key not in names:
+        if key in LEFT:
+            problems.append(_removal(key, key, where))
+        elif key not in names:
             near = difflib.get_close_matches(str(key), names, 1)
             hint = f'did you mean "{near[0]}"?' if near else f"one of: {', '.join(names)}"
             problems.append(Problem("setting-unknown", "error", where, f'"{key}" is not a setting of this file', hint))
@@ -402,32 +396,17 @@ def _file(path: Path, problems: list[Problem]) -> dict[str, Value]:
     return values
 
 
-def is_on_disk(folder: str) -> bool:
-    """Returns whether files in the folder would be on a disk of this machine; False if this is unknown."""
-    import psutil
-
-    path = Path(folder).resolve()
-    mounts = {Path(partition.mountpoint): partition.fstype for partition in psutil.disk_partitions(all=True)}
-    file_system = next((mounts[parent] for parent in (path, *path.parents) if parent in mounts), IN_MEMORY[0])
-    return file_system not in IN_MEMORY
-
-
 def store_settings(settings: Settings, root: Path) -> StoreSettings:
     """Returns the settings of each host's artifact store in ``root``. Requires settings without problems."""
     from workers.artifacts.store.store_settings import StoreSettings
 
-    return StoreSettings(
-        root=str(root),
-        budget=settings["store_bytes"],
-        memory=settings["store_memory"],
-        memory_budget=settings["store_memory_bytes"],
-    )
+    return StoreSettings(root=str(root), budget=settings["store_bytes"])
 
 
 def store_here(root: Path) -> StoreSettings:
-    """As ``store_settings``, from the environment and the file of a command. Raises Failed if one of these settings,
-    or the file, is wrong."""
-    settings = resolve({}, only=("store_bytes", "store_memory", "store_memory_bytes"))
+    """As ``store_settings``, from the environment and the file of a command. Raises Failed if this setting, or
+    the file, is wrong."""
+    settings = resolve({}, only=("store_bytes",))
     for problem in settings.problems:
         if problem.severity == "error":
             place = f"{problem.where}: " if problem.where else ""

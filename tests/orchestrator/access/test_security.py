@@ -11,12 +11,10 @@ import ssl
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import msgspec
-import psutil
 import pytest
 
 from orchestrator.access.audit_log import Audit
@@ -25,7 +23,7 @@ from orchestrator.access.source_policy import SourcePolicy, allowed_by_setting, 
 from orchestrator.api.refused import Refused
 from orchestrator.cli import up as up_module
 from orchestrator.cli.main import run
-from orchestrator.daemon.settings import SETTINGS, resolve
+from orchestrator.daemon.settings import LEFT, SETTINGS, resolve
 from orchestrator.fleet.controller_settings import ADMIN_PATH
 from orchestrator.gateway.settings import GatewaySettings
 from orchestrator.process.addresses import is_loopback
@@ -96,8 +94,6 @@ GIVEN: dict[str, tuple[str, Any]] = {
     "allowed_sources": ("/models,s3://bucket/models", ("/models", "s3://bucket/models")),
     "data_plane": ("tcp", "tcp"),
     "store_bytes": ("1073741824", 2**30),
-    "store_memory": ("/dev/shm/models", "/dev/shm/models"),
-    "store_memory_bytes": ("2097152", 2**21),
 }
 
 
@@ -114,16 +110,16 @@ def test_a_setting_comes_from_a_variable_or_the_file(name: str, tmp_path: Path) 
     assert (settings[name], settings.origin(name).where, settings.problems) == (value, setting.env, ())
 
 
-def test_a_memory_folder_on_a_disk_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each model would be stored there twice."""
-    mounts = [SimpleNamespace(mountpoint=str(tmp_path), fstype="ext4")]
-    mounts.append(SimpleNamespace(mountpoint=str(tmp_path / "memory"), fstype="tmpfs"))
-    monkeypatch.setattr(psutil, "disk_partitions", lambda **_: mounts)
-    problems = {}
-    for name in ("memory/models", "disk/models"):
-        resolved = resolve({}, {"COREWRIGHT_HOME": str(tmp_path), "COREWRIGHT_STORE_MEMORY": str(tmp_path / name)})
-        problems[name] = [(problem.id, problem.severity) for problem in resolved.problems]
-    assert problems == {"memory/models": [], "disk/models": [("store-memory-on-disk", "warning")]}
+@pytest.mark.parametrize("name", LEFT)
+def test_a_removed_setting_names_what_to_use_instead(name: str, tmp_path: Path) -> None:
+    """In the file and in a variable, also for the commands that read only the store's settings."""
+    (tmp_path / "config.yaml").write_text(f"{name}: 1\n")
+    variable = f"COREWRIGHT_{name.upper()}"
+    settings = resolve({}, {"COREWRIGHT_HOME": str(tmp_path), variable: "1"}, only=("store_bytes",))
+    assert settings.problems == (
+        Problem("setting-removed", "error", f"{tmp_path}/config.yaml:1:1", f"{name} was removed", LEFT[name]),
+        Problem("setting-removed", "error", "", f"{variable} was removed", LEFT[name]),
+    )
 
 
 @pytest.mark.parametrize(
@@ -148,8 +144,6 @@ def test_a_memory_folder_on_a_disk_is_a_warning(tmp_path: Path, monkeypatch: pyt
         ("allowed_sources", "s3://"),
         ("data_plane", "udp"),
         ("store_bytes", "0"),
-        ("store_memory", "models"),
-        ("store_memory_bytes", "10 GB"),
     ],
 )
 def test_an_invalid_value_is_reported_before_anything_starts(name: str, wrong: str, tmp_path: Path) -> None:

@@ -1,14 +1,11 @@
-"""Real fleets whose models lie in S3 or on the hub: fetched once, resumed whatever dies, from memory where there is
-room, and no credential to be seen."""
+"""Real fleets whose models lie in S3 or on the hub: fetched once, resumed whatever dies, and no credential
+to be seen."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import shutil
 import signal
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -66,15 +63,6 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
         for name, value in {**server.env, "HF_TOKEN": TOKEN, "HF_HOME": str(tmp_path / "hf")}.items():
             monkeypatch.setenv(name, value)
         yield server
-
-
-@pytest.fixture
-def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder of a tmpfs, where the host keeps models to be loaded from."""
-    folder = Path(tempfile.mkdtemp(prefix="cwt-", dir="/dev/shm"))
-    monkeypatch.setenv("COREWRIGHT_STORE_MEMORY", str(folder))
-    yield folder
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture
@@ -257,89 +245,6 @@ def test_a_fleet_keeps_the_commit_that_a_branch_had_at_first(
     assert answer(other) != said
     assert kept(other)["org/tiny"][0] == second
     other.stop()
-
-
-IN_MEMORY = """\
-version: 1
-hosts: {{emulate: inf2.48xlarge}}
-defaults: {{engine: cpu, max_batch: 2, max_len: 64}}
-models:
-  one: {{source: {bucket}/one}}
-  two: {{source: {bucket}/two}}
-  large: {{source: {bucket}/tiny}}
-"""
-
-
-def loads_from(fleet: LiveFleet, id: str) -> str:
-    """The folder that the replica holds in use."""
-    pid = ready(fleet, id, fleet.replica(id)["epoch"])["pid"]
-    open_files = [link.readlink() for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()]
-    (folder,) = {str(path.parent.parent) for path in open_files if path.suffix == ".use"}
-    return folder
-
-
-def test_models_are_loaded_from_memory_as_far_as_they_fit(
-    home: Path,
-    s3_server: S3Server,
-    s3_proxy: FaultProxy,
-    checkpoint: dict[str, bytes],
-    tiny: tuple[dict[str, bytes], dict[str, bytes]],
-    memory: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    fleets: list[LiveFleet],
-) -> None:
-    """One of two that are used at once, within the limit; the others from disk. The content of memory is lost with
-    the machine's power, and copied again from the disk without a transfer.
-    """
-    files = {f"{name}/{file}": data for name, of in zip(("one", "two"), tiny, strict=True) for file, data in of.items()}
-    bucket = s3_server.bucket(files=files | checkpoint)
-    bound = max(2**20, int(1.5 * sum(map(len, tiny[0].values()))))
-    monkeypatch.setenv("COREWRIGHT_STORE_MEMORY_BYTES", str(bound))
-    held = s3_proxy.hold("one/model.safetensors", 1000)
-    fleet = LiveFleet(IN_MEMORY.format(bucket=bucket), home=home)
-    fleets.append(fleet)
-    assert held.reached.wait(DEADLINE_S), fleet.output()
-    assert f"{bucket}/one" not in sources(memory)  # it is filled from the disk, when all is there
-    held.released.set()
-    fleet.wait_ready()
-    places = {name: loads_from(fleet, f"{name}/0") for name in ("one", "two", "large")}
-    assert sorted((places["one"], places["two"])) == sorted((str(memory), str(home / "store")))
-    assert places["large"] == str(home / "store")
-    assert used(memory) <= bound
-    assert sources(memory) == {f"{bucket}/{name}" for name in ("one", "two") if places[name] == str(memory)}
-    assert len(kept(fleet)) == 3
-
-    inside = next(name for name in ("one", "two") if places[name] == str(memory))
-    before = answer(fleet, inside)
-    s3_proxy.forget()
-    shutil.rmtree(memory)
-    os.kill(fleet.replica(f"{inside}/0")["pid"], signal.SIGKILL)
-    ready(fleet, f"{inside}/0", 2)
-    assert (answer(fleet, inside), loads_from(fleet, f"{inside}/0")) == (before, str(memory))
-    fleet.stop()
-    shutil.rmtree(memory)
-    again = LiveFleet(fleet.spec, home=home).wait_ready()
-    fleets.append(again)
-    assert answer(again, inside) == before
-    assert str(memory) in {loads_from(again, f"{name}/0") for name in ("one", "two")}
-    assert used(memory) <= bound
-    assert sum(s3_proxy.bytes(f"{name}/model.safetensors") for name in ("one", "two", "tiny")) == 0
-    again.stop()
-
-
-def sources(memory: Path) -> set[str]:
-    """Of what is in memory, or on its way there."""
-    listed = set()
-    for path in memory.glob("artifacts/*/*.json"):
-        with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):  # it was moved, or is being written
-            manifest = json.loads(path.read_text())
-            listed |= {manifest.get("source"), manifest.get("listing", {}).get("source")}
-    return listed - {None}
-
-
-def used(memory: Path) -> int:
-    """Bytes of the models in it; equal contents lie there once."""
-    return sum({file.stat().st_ino: file.stat().st_size for file in memory.glob("artifacts/*/*")}.values())
 
 
 TWO_HOSTS = """\

@@ -897,89 +897,6 @@ def test_a_read_only_store_serves_its_artifacts(tmp_path: Path, locks: str) -> N
             path.chmod(0o755)
 
 
-# Memory
-
-
-def test_artifacts_that_fit_into_memory_are_loaded_from_there(tmp_path: Path) -> None:
-    """The copy is verified, the disk keeps the original, and the source gets no second request."""
-    store = Store(tmp_path / "disk", memory=tmp_path / "memory", memory_budget=budget_for(FILES), grace_s=0)
-    remote, progress = FakeRemote(FILES), Progress("s3://models/one")
-    artifact = store.get(remote, progress)
-    assert artifact.folder == str(tmp_path / "memory" / "artifacts" / artifact.key)
-    assert content(artifact) == FILES
-    assert (progress.moved, progress.status().done) == (artifact.bytes, artifact.bytes)
-    assert store.newest("s3://models/one") == store.artifacts()[0]
-    assert store.artifacts()[0].folder == artifact.folder
-    remote.moved.clear()
-    assert store.get(remote).folder == artifact.folder
-    assert remote.moved == []
-    assert_sound(Store(tmp_path / "disk"))
-    assert_sound(Store(tmp_path / "memory"))
-
-
-def test_artifacts_that_exceed_the_memory_are_loaded_from_disk(tmp_path: Path) -> None:
-    """This is not an error."""
-    store = Store(tmp_path / "disk", memory=tmp_path / "memory", memory_budget=1000)
-    assert store.get(FakeRemote(FILES)).folder.startswith(str(tmp_path / "disk"))
-
-
-@pytest.mark.parametrize("damage", ["flipped", "unreadable"])
-def test_a_damaged_file_is_fetched_again_before_it_is_copied_into_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
-) -> None:
-    """The copy is compared with the digest of the fetch."""
-    artifact = Store(tmp_path / "disk").get(FakeRemote(FILES))
-    path, sendfile = Path(artifact.folder) / BIG, os.sendfile
-    if damage == "flipped":
-        flip(path)
-    else:
-        os.utime(path, (0, 0))
-        monkeypatch.setattr("workers.artifacts.store.blobs.digest_of", unreadable)
-
-    def send(target: int, source: int, at: int, count: int) -> int:
-        if damage == "unreadable" and os.fstat(source).st_mtime == 0:
-            raise OSError(errno.EIO, "Input/output error")
-        return sendfile(target, source, at, count)
-
-    monkeypatch.setattr(os, "sendfile", send)
-    remote = FakeRemote(FILES)
-    moved = Store(tmp_path / "disk", memory=tmp_path / "memory").get(remote)
-    assert (content(moved), remote.moved) == (FILES, [BIG])
-    assert moved.folder.startswith(str(tmp_path / "memory"))
-    assert digests(moved) == digests(artifact)
-
-
-def test_memory_has_its_own_budget_and_keeps_artifacts_in_use(tmp_path: Path) -> None:
-    """An artifact used from memory stays there and on disk; afterwards it is evicted from memory only."""
-    store = Store(tmp_path / "disk", memory=tmp_path / "memory", memory_budget=budget_for(FILES), grace_s=0)
-    first = store.get(FakeRemote(FILES))
-    with using(first.folder):
-        assert store.get(FakeRemote(OTHER, "s3://models/other")).folder.startswith(str(tmp_path / "disk"))
-        assert failure(lambda: store.remove(first.key)) == "store-in-use"
-    assert store.get(FakeRemote(OTHER, "s3://models/other")).folder.startswith(str(tmp_path / "memory"))
-    assert len(store.artifacts()) == 2
-    assert [Path(artifact.folder).exists() for artifact in store.artifacts()] == [True, True]
-
-
-def test_removing_an_artifact_removes_its_copy_in_memory(tmp_path: Path) -> None:
-    """Else the copy would be loaded."""
-    store = Store(tmp_path / "disk", memory=tmp_path / "memory")
-    store.remove(store.get(FakeRemote(FILES)).key)
-    assert list((tmp_path / "memory" / "artifacts").iterdir()) == []
-    assert list((tmp_path / "memory" / "blobs").iterdir()) == []
-
-
-def test_verify_reads_the_copy_in_memory(tmp_path: Path) -> None:
-    """Replicas load the copy."""
-    store = Store(tmp_path / "disk", memory=tmp_path / "memory")
-    artifact = store.get(FakeRemote(FILES))
-    flip(Path(artifact.folder) / BIG)
-    assert store.verify(artifact.key) == [BIG]
-    remote = FakeRemote(FILES)
-    assert content(store.get(remote)) == FILES
-    assert remote.moved == []
-
-
 # All at once
 
 
@@ -1010,7 +927,7 @@ def get(store, random):
 
 def work(seed):
     chance = random.Random(f"{sys.argv[2]} {seed}")
-    store = Store(Path(sys.argv[1]), budget=14_000, grace_s=0, memory=Path(sys.argv[3]), memory_budget=9000)
+    store = Store(Path(sys.argv[1]), budget=14_000, grace_s=0)
     for round in range(30):
         if seed == 0 and round == 10:
             print("at work", flush=True)
@@ -1039,7 +956,7 @@ def test_concurrent_killed_processes_leave_a_sound_store(tmp_path: Path) -> None
     """No reader gets a wrong byte, waits forever, or fails for another reason than missing space."""
 
     def start(number: int) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", BUSY, str(tmp_path / "disk"), str(number), str(tmp_path / "memory")]
+        command = [sys.executable, "-c", BUSY, str(tmp_path), str(number)]
         env = os.environ | {"PYTHONPATH": str(ROOT)}
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
 
@@ -1054,10 +971,9 @@ def test_concurrent_killed_processes_leave_a_sound_store(tmp_path: Path) -> None
             process.kill()
         result = [process.communicate(timeout=DEADLINE_S)[1] for process in busy[3:]]
         assert [process.returncode for process in busy[3:]] == [0] * 3, result
-    for root in (tmp_path / "disk", tmp_path / "memory"):
-        store = Store(root)
-        store.prune(keep=[artifact.key for artifact in store.artifacts()])
-        assert_sound(store)
+    store = Store(tmp_path)
+    store.prune(keep=[artifact.key for artifact in store.artifacts()])
+    assert_sound(store)
 
 
 # Digests

@@ -33,7 +33,7 @@ class FetchStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A snapshot of a fetch, or of another job of a host (single_flight.py)."""
 
     source: str
-    phase: str  # waiting (for another fetch of the same), listing, fetching, verifying, copying, done, failed
+    phase: str  # waiting (for another fetch of the same), listing, fetching, verifying, done, failed
     done: int = 0  # bytes on this host, those of earlier attempts included
     total: int = 0  # bytes; 0: not known yet
     moved: int = 0  # bytes transferred over the network, discarded ones included

@@ -28,15 +28,13 @@ REMEDY = "use a larger disk or budget, or fewer models at a time: artifacts in u
 class DiskRoom:
     """The disk space of one store. Callers that make room hold ``uses.room`` exclusively."""
 
-    def __init__(self, root: Path, budget: int | None, grace_s: float, above: DiskRoom | None = None) -> None:
-        """``above``: the room of the copies in memory, which are removed together with their originals."""
+    def __init__(self, root: Path, budget: int | None, grace_s: float) -> None:
         self.root = root
         self.artifacts = root / "artifacts"
         self.uses = ArtifactUses(root / "locks")
         self.blobs = Blobs(root / "blobs")
         self._budget = budget
         self._grace_s = grace_s
-        self._above = above
 
     def folders(self) -> list[Path]:
         """Returns the folders of all artifacts, complete or not."""
@@ -73,7 +71,7 @@ class DiskRoom:
         if not folder.is_dir():
             return True
         with locks.try_exclusive(self.uses.flight(key)) as free, locks.try_exclusive(self.uses.use(key)) as unused:
-            if not free or not unused or (self._above is not None and self._above.uses.is_busy(key)):
+            if not free or not unused:
                 return False
             complete = manifest.complete(folder)
             if complete is not None and not ignore_grace and self._is_in_grace(key, complete):
@@ -83,8 +81,6 @@ class DiskRoom:
                 shutil.rmtree(folder)
             self.uses.forget(key)
         self.blobs.sweep()
-        if self._above is not None:
-            self._above.remove(key, ignore_grace=True)
         return True
 
     def is_spare(self, key: str) -> bool:
@@ -129,7 +125,7 @@ class DiskRoom:
 
     def _entry(self, folder: Path) -> Entry:
         key = folder.name
-        busy = self.uses.is_busy(key) or (self._above is not None and self._above.uses.is_busy(key))
+        busy = self.uses.is_busy(key)
         published, fetch = manifest.published(folder), manifest.unfinished(folder)
         if published is not None:
             used_at, level = self.uses.last(key)

@@ -13,7 +13,6 @@ from workers.artifacts.sources.listing import Listing
 from workers.artifacts.store import manifest
 from workers.artifacts.store.blobs import is_of, readable_digest_of
 from workers.artifacts.store.eviction import DiskRoom
-from workers.artifacts.store.local_source import DIGEST
 from workers.artifacts.store.manifest import KeptFile, Manifest
 
 log = logging.getLogger(__name__)
@@ -49,10 +48,7 @@ class FileChecks:
         files = {}
         for file, digest in zip(present, digests, strict=True):
             name = file.name
-            expected = {seeds.get(name, digest)}
-            if file.checksum.startswith(DIGEST):  # a copy equals its original
-                expected.add(file.checksum.removeprefix(DIGEST))
-            if not digest or expected != {digest}:
+            if not digest or seeds.get(name, digest) != digest:
                 (folder / name).unlink(missing_ok=True)
                 self._remove_damaged(seeds.get(name, ""))
                 continue

@@ -24,10 +24,8 @@ from workers.artifacts.fetch.progress import Progress
 from workers.artifacts.sources.layout import checked
 from workers.artifacts.sources.listing import Listing, Remote, SourceError, Stopped
 from workers.artifacts.store import locks, manifest
-from workers.artifacts.store.artifact_uses import using
 from workers.artifacts.store.eviction import GRACE_S, REMEDY, DiskRoom, is_disk_full
 from workers.artifacts.store.file_checks import FileChecks
-from workers.artifacts.store.local_source import LocalSource
 from workers.artifacts.store.manifest import Artifact as Artifact
 from workers.artifacts.store.manifest import KeptFile, Manifest
 from workers.host import lifetime
@@ -42,24 +40,12 @@ ATTEMPTS = 3  # to fetch files that turn out to be damaged at the end
 class Store:
     """A store in a folder of a local disk. Methods block; any number of threads and processes may share it.
 
-    ``budget``: bytes of ``root`` that artifacts may use; None: the disk's free space. ``memory``: a tmpfs folder to
-    which artifacts are copied for faster loads, within ``memory_budget``.
+    ``budget``: bytes of ``root`` that artifacts may use; None: the disk's free space.
     """
 
-    def __init__(
-        self,
-        root: Path,
-        *,
-        budget: int | None = None,
-        memory: Path | None = None,
-        memory_budget: int | None = None,
-        grace_s: float = GRACE_S,
-    ) -> None:
+    def __init__(self, root: Path, *, budget: int | None = None, grace_s: float = GRACE_S) -> None:
         self.root = Path(root)
-        self._memory = Store(memory, budget=memory_budget, grace_s=grace_s) if memory is not None else None
-        self._room: DiskRoom = DiskRoom(
-            self.root, budget, grace_s, above=self._memory._room if self._memory is not None else None
-        )
+        self._room = DiskRoom(self.root, budget, grace_s)
         self._artifacts = self._room.artifacts
         self._uses = self._room.uses
         self._blobs = self._room.blobs
@@ -79,8 +65,7 @@ class Store:
             listing = checked(_listed(remote, stop))
             progress.expect(listing.bytes)
             with self._disk_errors():
-                artifact = self._fetched(listing.key, listing, remote, progress, stop)
-                artifact = self._promoted(artifact, listing, remote, progress, stop)
+                artifact = self._fetched(listing, remote, progress, stop)
         except BaseException:
             progress.enter("failed")
             raise
@@ -98,16 +83,8 @@ class Store:
         return max(candidates, key=lambda artifact: artifact.fetched_at, default=None)
 
     def artifacts(self) -> tuple[Artifact, ...]:
-        """Returns all complete artifacts, by key. The folder of one that is in memory is the copy's."""
-        artifacts = {
-            folder.name: artifact for folder in self._room.folders() if (artifact := self._artifact(folder)) is not None
-        }
-        if self._memory is not None:
-            for copy in self._memory.artifacts():
-                if (artifact := artifacts.get(copy.key)) is not None:
-                    used_at = max(artifact.used_at, copy.used_at)
-                    artifacts[copy.key] = msgspec.structs.replace(artifact, folder=copy.folder, used_at=used_at)
-        return tuple(artifacts[key] for key in sorted(artifacts))
+        """Returns all complete artifacts, by key."""
+        return tuple(artifact for folder in self._room.folders() if (artifact := self._artifact(folder)) is not None)
 
     # Removal
 
@@ -138,11 +115,8 @@ class Store:
                 is_gone = self._room.is_spare(folder.name) if dry_run else self._room.remove(folder.name)
                 if is_gone and artifact is not None:
                     removed.append(artifact)
-            if dry_run:
-                return removed
-            self._room.sweep()
-        if self._memory is not None:
-            self._memory.prune([folder.name for folder in self._room.folders()])
+            if not dry_run:
+                self._room.sweep()
         return removed
 
     def verify(self, key: str, stop: threading.Event | None = None) -> list[str]:
@@ -156,10 +130,7 @@ class Store:
         if published is None:
             raise self._missing(key)
         with self._disk_errors(), locks.exclusive(self._uses.flight(key), stop):
-            damaged = self._checks.damaged(folder, published, stop)
-        if self._memory is not None and manifest.published(self._memory._artifacts / key) is not None:
-            damaged += self._memory.verify(key, stop)
-        return sorted(set(damaged))
+            return sorted(self._checks.damaged(folder, published, stop))
 
     def _folder(self, key: str) -> Path:
         """Returns the folder of a key. Raises SourceError if the key is malformed and could name another folder."""
@@ -172,9 +143,8 @@ class Store:
 
     # Fetching
 
-    def _fetched(
-        self, key: str, listing: Listing, remote: Remote, progress: Progress, stop: threading.Event
-    ) -> Artifact:
+    def _fetched(self, listing: Listing, remote: Remote, progress: Progress, stop: threading.Event) -> Artifact:
+        key = listing.key
         artifact = self._stored(key, progress, stop)
         if artifact is None:
             for folder in (self._artifacts, self._uses.folder, self._blobs.root):
@@ -221,7 +191,7 @@ class Store:
         for _ in range(ATTEMPTS):
             seeds = self._begin(folder, listing, stop)
             progress.enter("fetching")
-            progress.folder = "" if self._memory is not None else str(folder)  # else its copy is loaded
+            progress.folder = str(folder)
             self._transfer(folder, listing, remote, progress, stop)
             progress.enter("verifying")
             _tidy(folder, listing)
@@ -336,32 +306,6 @@ class Store:
         with contextlib.suppress(OSError):  # read-only: the next caller verifies again
             manifest.publish(folder, msgspec.structs.replace(complete, boot=lifetime.boot()))
         return complete.artifact(folder, time.time())
-
-    # Memory
-
-    def _promoted(
-        self, artifact: Artifact, listing: Listing, remote: Remote, progress: Progress, stop: threading.Event
-    ) -> Artifact:
-        """Returns the artifact's copy in memory if it fits; else the artifact itself."""
-        if self._memory is None:
-            return artifact
-        for again in (True, False):
-            try:
-                progress.enter("copying")
-                return self._memory._copied(artifact, stop)
-            except SourceError as error:
-                if again and error.id == "store-incomplete":  # the original may be damaged
-                    self.verify(artifact.key, stop)
-                    artifact = self._fetched(artifact.key, listing, remote, progress, stop)
-                    continue
-                log.info("loading %s from %s instead of memory: %s", artifact.source, artifact.folder, error)
-        return artifact
-
-    def _copied(self, artifact: Artifact, stop: threading.Event) -> Artifact:
-        """Copies an artifact of another store into this one."""
-        remote = LocalSource(artifact)
-        with self._disk_errors(), using(artifact.folder):
-            return self._fetched(artifact.key, remote.listing(), remote, Progress(artifact.source), stop)
 
     # Files
 

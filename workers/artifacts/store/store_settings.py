@@ -16,12 +16,9 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     root: str
     budget: int | None = None  # bytes on disk; None: the disk's free space
-    memory: str | None = None  # a tmpfs folder
-    memory_budget: int | None = None  # bytes in it
 
     def open(self) -> Store:
         """Opens the store without creating folders."""
         from workers.artifacts.store.store import Store
 
-        memory = None if self.memory is None else Path(self.memory)
-        return Store(Path(self.root), budget=self.budget, memory=memory, memory_budget=self.memory_budget)
+        return Store(Path(self.root), budget=self.budget)
