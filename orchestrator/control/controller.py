@@ -303,7 +303,6 @@ class Controller:
             self._was_ready,
             self._closing,
             self.gateways.draining(),
-            state.parked,
         )
         changed = inputs != self._published
         if changed:

@@ -32,6 +32,7 @@ from orchestrator.starts.start_pipeline import (
     StartEvent,
     StartPipeline,
 )
+from orchestrator.state.expected_starts import parked_start
 from orchestrator.state.fleet_state import FleetState
 from placements.facts.core_range import CoreRange
 from placements.facts.engines import PACKAGES
@@ -137,7 +138,7 @@ class ReplicaTasks:
             config = state.configs[target.id]
         # a path without the model's name: socket paths are limited, and names may be long
         socket = str(self._home.sockets / f"{state.model_number(target.model)}-{target.replica}.{epoch}")
-        parked = state.parked.get(target.model)
+        parked = parked_start(state, target.model)
         proven = parked is not None and (parked.host, parked.version) == (target.host, target.version)
         config = msgspec.structs.replace(config, epoch=epoch, socket=socket, proven=proven)
         view = ReplicaView(

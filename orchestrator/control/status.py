@@ -17,6 +17,7 @@ from orchestrator.fleet.fleet_status import (
     ManualScale,
     ModelInFleet,
     ModelRollout,
+    ParkedStatus,
     PreparationStatus,
     ReplicaInFleet,
     RolloutStatus,
@@ -29,7 +30,7 @@ from orchestrator.fleet.route_table import ModelRoutes, Route, RouteTable
 from orchestrator.fleet.snapshot import ReplicaView
 from orchestrator.rollout.preparation import Preparation
 from orchestrator.rollout.rollout_step import Step
-from orchestrator.state.expected_starts import expected_ready_at, expected_start_s, is_expected_back
+from orchestrator.state.expected_starts import expected_ready_at, expected_start_s, is_expected_back, parked_start
 from orchestrator.state.fleet_state import FleetState
 from orchestrator.state.rollout_progress import leaving, rollout_state
 from orchestrator.state.unloaded import reason_for_clients, why_unloaded
@@ -304,9 +305,11 @@ def _model_status(
     scaling: ScalingStatus,
 ) -> ModelInFleet:
     current, reason = _state_of(state, model)
-    parked, start_s = state.parked.get(model.name), expected_start_s(state, model)
-    if current is ModelState.UNLOADED and reason is None and parked is not None:
-        reason = parked.text(start_s)
+    parked = None
+    if (last := parked_start(state, model.name)) is not None:
+        parked = ParkedStatus(host=last.host, start_s=round(expected_start_s(state, model), 1))
+        if current is ModelState.UNLOADED and reason is None:
+            reason = f"parked on {parked.host}: a start takes about {parked.start_s:.1f} s"
     scale = state.records.state.scales.get(model.name)
     usual = {phase for view in state.replicas_of(model.name) for phase in view.load_phases}
     return ModelInFleet(
@@ -314,7 +317,7 @@ def _model_status(
         kind=model.kind,
         state=current,
         reason=reason,
-        parked=None if parked is None else parked.status(start_s),
+        parked=parked,
         wanted=state.counts.desired(model),
         scaled=None if scale is None else ManualScale(count=0 if scale.sleep else scale.count, by=scale.by),
         scaling=scaling,

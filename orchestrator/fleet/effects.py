@@ -11,7 +11,6 @@ from placements.facts.topology import Host
 from workers.artifacts.fetch.artifact_fetcher import FetchedArtifact, WantedArtifact
 from workers.artifacts.fetch.progress import FetchStatus
 from workers.host.interpreter import Interpreter
-from workers.host.page_cache import CachedBytes
 from workers.messages.metric_family import MetricFamily
 from workers.messages.notice import Notice
 from workers.messages.replica_config import ReplicaConfig
@@ -182,12 +181,9 @@ class ClusterClient(Protocol):
         start: with the reasons, by the labels of their machines."""
         ...
 
-    async def stand_by(
-        self, host: str, engines: Mapping[str, str | None], folders: Collection[str]
-    ) -> Mapping[str, CachedBytes]:
+    async def stand_by(self, host: str, engines: Mapping[str, str | None]) -> None:
         """Keep the host ready for starts: a warm process of each of these engines and of no other, by the engine's
-        Python, and these folders in its page cache, both as far as its memory allows. Returns how much of each folder
-        is there. To be called again and again. Raises HostLost."""
+        Python, as far as its memory allows. To be called again and again. Raises HostLost."""
         ...
 
     async def host_reports(self) -> Mapping[str, HostReport]:

@@ -140,11 +140,9 @@ class ScalingStatus(StatusFields, frozen=True, kw_only=True):
 
 
 class ParkedStatus(StatusFields, frozen=True, kw_only=True):
-    """The host whose memory has the files of a model without replicas."""
+    """The host that the last replica of a model without replicas was on, and the expected time of a start."""
 
     host: str
-    gib: float
-    cached_gib: float
     start_s: float
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import threading
@@ -34,13 +33,11 @@ from workers.host.core_claims import held_cores
 from workers.host.device_metrics import DeviceMonitor
 from workers.host.facts.machine import owners
 from workers.host.facts.reading import read_host_facts
-from workers.host.fork_server import LEAST_BYTES
 from workers.host.instance_metadata import NoticeWatch
 from workers.host.interpreter import Interpreter, Interpreters
 from workers.host.lifetime import Process, own_process
 from workers.host.neuron_faults import fault_of
 from workers.host.orphans import NODE_VARIABLE, end_orphans
-from workers.host.page_cache import CachedBytes, keep_cached
 from workers.host.task_boundary import task_boundary
 from workers.host.warm_processes import HANDED_OVER, WarmProcesses
 from workers.messages.metric_family import MetricFamily
@@ -52,7 +49,6 @@ log = logging.getLogger(__name__)
 
 RECENT = 1000
 ORPHANS_S = 10.0  # for replicas of the machine's former Ray node to end
-READ_S = 5.0  # for parked models, in one round
 TOOLS_PERIOD_S = 10.0  # between two runs of the Neuron tools, which take seconds
 
 M = TypeVar("M", bound=Callable[..., object])
@@ -180,21 +176,11 @@ class HostActor:
         return self._warm.command(engine, python, variables)
 
     @_long
-    def stand_by(
-        self, engines: dict[str, str | None], folders: list[str], job: str | None, variables: dict[str, str]
-    ) -> dict[str, CachedBytes]:
-        """See `ClusterClient.stand_by`. A folder that cannot be read is left out, and the first ones have precedence
-        where memory is short. ``job`` and ``variables``: of `SpareWorkers`; no job for none."""
+    def stand_by(self, engines: dict[str, str | None], job: str | None, variables: dict[str, str]) -> None:
+        """See `ClusterClient.stand_by`. ``job`` and ``variables``: of `SpareWorkers`; no job for none."""
         self._warm.keep(engines)
         if job is not None:
             self._spare_workers.keep(job, variables)
-        spare, until, cached = this_host.available_memory() - LEAST_BYTES, time.monotonic() + READ_S, {}
-        for folder in folders:
-            with contextlib.suppress(OSError):
-                cached[folder] = keep_cached(Path(folder), spare, until)
-                if cached[folder].total <= spare:
-                    spare -= cached[folder].total
-        return cached
 
     def interpreter(self, python: str | None) -> Interpreter:
         return self._interpreters.ask(python)

@@ -36,7 +36,6 @@ from workers.artifacts.fetch.progress import FetchStatus
 from workers.artifacts.store.store_settings import StoreSettings
 from workers.host.interpreter import Interpreter
 from workers.host.lifetime import Process, end_process
-from workers.host.page_cache import CachedBytes
 from workers.host.task_boundary import task_boundary
 from workers.messages.metric_family import MetricFamily
 from workers.messages.notice import Notice, earliest
@@ -394,20 +393,17 @@ class RayCluster:
     async def run_gateways(self, places: Collection[GatewayPlace]) -> Mapping[str, str]:
         return {} if self._gateways is None else await self._gateways.run(places, self._head, self._clock)
 
-    async def stand_by(
-        self, host: str, engines: Mapping[str, str | None], folders: Collection[str]
-    ) -> Mapping[str, CachedBytes]:
+    async def stand_by(self, host: str, engines: Mapping[str, str | None]) -> None:
         node = self._nodes.living(host)
         if node is None:
             raise HostLost(f"the Ray node of {host} is gone")
         try:
             actor = await self._host_actors.of(node)
             job = None if self._is_joined else ray.get_runtime_context().get_job_id()
-            reply = actor.stand_by.remote(dict(engines), list(folders), job, self._shared_variables(node))
-            cached: Mapping[str, CachedBytes] = await self._clock.within(reply, CALL_DEADLINE_S)
+            reply = actor.stand_by.remote(dict(engines), job, self._shared_variables(node))
+            await self._clock.within(reply, CALL_DEADLINE_S)
         except (RayError, asyncio.TimeoutError) as error:
             raise HostLost(f"the host actor of {host} does not keep it ready: {error}") from error
-        return cached
 
     async def host_reports(self) -> Mapping[str, HostReport]:
         draining = await self._head.ask(draining_nodes, "draining nodes")

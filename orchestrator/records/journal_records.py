@@ -138,13 +138,12 @@ class Decision(Record, frozen=True, kw_only=True):
 
 
 class ReadyStart(Record, frozen=True, kw_only=True):
-    """A start that ended in readiness: how long the model's next one may take, and where its files may be in memory."""
+    """A start that ended in readiness: how long the model's next one may take, and where its version has served."""
 
     model: str
     version: str
     engine: str
     host: str
-    folders: list[str]  # that it has read: weights, those of its draft and its adapters
     phases: dict[str, float]  # its seconds by `start_phases.PHASES`, without fetching and compiling
 
 

@@ -1,10 +1,11 @@
-"""The expected times of a model's starts: measured on this fleet, else estimated for its engine."""
+"""The expected starts of a model: their times, measured on this fleet or estimated for its engine, and their host."""
 
 from __future__ import annotations
 
 import math
 
 from orchestrator.fleet.replica_states import AHEAD, State
+from orchestrator.records.journal_records import ReadyStart
 from orchestrator.state.fleet_state import FleetState
 from orchestrator.state.start_times import ready_at
 from placements.resources.estimate import speed
@@ -21,6 +22,15 @@ def expected_start_s(state: FleetState, model: ModelSpec) -> float:
     current = state.current
     topology = current.hosts[0].topology if current.hosts else None
     return speed(model, current.checkpoints.get(model.name), current.engines[model.name], topology).load_s
+
+
+def parked_start(state: FleetState, model: str) -> ReadyStart | None:
+    """Returns the last start of a model without replicas, if its host lives and has served the current version; else
+    None."""
+    last, *_ = state.records.state.ready_starts.get(model) or (None,)
+    if last is None or last.version != state.current.versions.get(model) or state.replicas_of(model):
+        return None
+    return last if any(host.name == last.host for host in state.living_hosts) else None
 
 
 def is_expected_back(state: FleetState, model: ModelSpec) -> bool:

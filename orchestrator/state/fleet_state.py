@@ -16,7 +16,6 @@ from typing import Any, cast
 from orchestrator.fleet.controller_settings import ControllerSettings
 from orchestrator.fleet.effects import CoreOwner, FailedCore
 from orchestrator.fleet.leaving_host import LeavingHost, replicas_to_end
-from orchestrator.fleet.parked_model import ParkedModel
 from orchestrator.fleet.reachability import Reachability
 from orchestrator.fleet.replica_states import State
 from orchestrator.fleet.replica_views import ReplicaViews
@@ -85,7 +84,6 @@ class FleetState:
         self.epochs: dict[str, int] = dict(records.state.epochs)  # the last epoch of every replica that ever existed
         self.foreign_cores: dict[str, dict[int, CoreOwner]] = {host.name: {} for host in self.current.hosts}
         self.lost: frozenset[str] = frozenset()
-        self.parked: Mapping[str, ParkedModel] = {}  # by name
         self.reach = Reachability()
         self.unreachable: frozenset[str] = frozenset()  # replicas that a gateway cannot connect to, as of this round
         self.counts = ReplicaCounts(records)
@@ -123,7 +121,6 @@ class FleetState:
             version=view.version,
             engine=self.revision_of_version(view.model, view.version).engines.get(view.model, ""),
             host=view.host,
-            folders=[source for _, source, _, _ in self.configs[view.id].sources()],
             phases=phases_again(view),
         )
         self.records.note(start)

@@ -38,7 +38,6 @@ from workers.artifacts.fetch.artifact_fetcher import FetchedArtifact, WantedArti
 from workers.artifacts.fetch.progress import FetchStatus
 from workers.host.interpreter import Interpreter
 from workers.host.lifetime import since_boot
-from workers.host.page_cache import CachedBytes
 from workers.messages.metric_family import MetricFamily
 from workers.messages.notice import Notice
 from workers.messages.replica_config import ReplicaConfig
@@ -180,9 +179,7 @@ class FakeCluster:
         self.requests: dict[str, asyncio.Task[None]] = {}  # of machines, by host
         self.gateways: frozenset[GatewayPlace] = frozenset()
         self.notices: dict[str, Notice] = {}  # by host
-        self.standing_by: dict[str, tuple[dict[str, str | None], list[str]]] = {}  # by host: its engines and folders
-        self.cached = 2**30  # bytes of each parked folder, of 1 GiB
-        self.reports_cached = True  # by `stand_by`
+        self.standing_by: dict[str, dict[str, str | None]] = {}  # by host: its warm engines
         self.nodes: dict[str, str] = {}  # by host, the id of its Ray node; by default "1"
         self.refuses_start: Exception | None = None
         self.unadoptable: dict[str, int] = {}
@@ -423,13 +420,10 @@ class FakeCluster:
         self.gateways = frozenset(places)
         return {}
 
-    async def stand_by(
-        self, host: str, engines: Mapping[str, str | None], folders: Collection[str]
-    ) -> Mapping[str, CachedBytes]:
+    async def stand_by(self, host: str, engines: Mapping[str, str | None]) -> None:
         if host in self.lost_now:
             raise HostLost(host)
-        self.standing_by[host] = (dict(engines), list(folders))
-        return {folder: CachedBytes(self.cached, 2**30) for folder in folders if self.reports_cached}
+        self.standing_by[host] = dict(engines)
 
     async def host_reports(self) -> Mapping[str, HostReport]:
         return {

@@ -87,7 +87,6 @@ RECORDS: list[st.SearchStrategy[Record]] = [
         version=texts,
         engine=names,
         host=names,
-        folders=st.lists(texts),
         phases=st.dictionaries(names, st.floats(0, 99)),
     ),
     st.builds(

@@ -23,11 +23,13 @@ import ray
 from ray.util.metrics import Counter, Gauge
 
 import workers
+from placements.facts.engines import NXD_ENGINES, SERVER_ENGINES
 from workers.artifacts.store.artifact_uses import using
 from workers.host import forked_process, host_facts, private_file
 from workers.host.core_claims import CoreClaim
 from workers.host.lifetime import since_boot
 from workers.host.neuron_faults import after_serving
+from workers.host.read_ahead import read_ahead
 from workers.host.start_phases import START
 from workers.messages.encoder_protocol import EncodeInput
 from workers.messages.engine_protocol import EngineLoadError
@@ -182,6 +184,8 @@ class Replica:
         host_facts.pin_to(config.env.get("COREWRIGHT_CPUS"))
         for folder in config.fetched_folders().values():
             self._uses.enter_context(using(folder))
+        if config.engine not in SERVER_ENGINES | NXD_ENGINES:  # a server, or what a compile has saved
+            threading.Thread(target=read_ahead, args=(weights_of(config),), name="read ahead", daemon=True).start()
         if config.claims is not None and config.cores:
             self._claim = CoreClaim(Path(config.claims), config.cores)
         contents = local_contents(config)
@@ -290,6 +294,12 @@ def _refresh(metrics: StepMetrics, batcher: Backend) -> None:
     while True:
         metrics.record(batcher.stats)
         time.sleep(REFRESH_S)
+
+
+def weights_of(config: ReplicaConfig) -> list[Path]:
+    """Returns the weight files of the model and of its draft that are complete, without pickles."""
+    folders = [Path(folder) for folder in (config.source, config.draft_source) if folder is not None]
+    return [file for folder in folders for file in sorted(folder.glob("model*.safetensors"))]
 
 
 def set_environment(planned: Mapping[str, str]) -> None:

@@ -245,7 +245,11 @@ def test_after_idle_s_a_model_of_min_0_goes_to_zero(tmp_path: Path) -> None:
         assert counts(fleet)["m"] >= 1
         await gateway.run(60)
         assert counts(fleet) == {"m": 0}
-        assert fleet.model("m")["state"] == "unloaded"
+        model = fleet.model("m")
+        assert model["state"] == "unloaded"
+        assert model["reason"] == (
+            f"parked on {model['parked']['host']}: a start takes about {model['parked']['start_s']} s"
+        )
 
     assert changes(play(tmp_path, SLEEPER, story))[-1] == "ScaledToZero"
 

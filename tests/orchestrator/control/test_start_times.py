@@ -25,7 +25,7 @@ def ready(phases: dict[str, float], **fields: Any) -> ReplicaView:
 
 
 def start(at: float, phases: dict[str, float]) -> ReadyStart:
-    return ReadyStart(at=at, model="m", version="v", engine="cpu", host="host", folders=[], phases=phases)
+    return ReadyStart(at=at, model="m", version="v", engine="cpu", host="host", phases=phases)
 
 
 def times(*newest_first: ReadyStart) -> StartTimes:

@@ -18,10 +18,11 @@ from orchestrator.on_ray.host_admission import HostAdmission
 from orchestrator.process.awake_clock import AwakeClock
 from workers.artifacts.store.store_settings import StoreSettings
 from workers.host.facts.machine import Owner
+from workers.messages.wire import PROTOCOL
 
 DEADLINE_S = 10.0
 NODE = SimpleNamespace(id="n1", label="10.0.0.2", instance="inf2.48xlarge", alive=True)
-EMULATED = HostGreeting(version="1", folder="", devices=True)
+EMULATED = HostGreeting(version="1", folder="", devices=True, protocol=PROTOCOL)
 
 
 class Actors:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import queue
 import subprocess
 import sys
 import tempfile
@@ -28,6 +30,7 @@ from workers.messages.replica_config import Origin
 from workers.messages.requests import FinishReason, GenerateRequest, TokenEvent
 from workers.messages.status import Failure, Phase, Reaction, ReplicaStatus
 from workers.neff_cache import compiled_artifacts
+from workers.serving import replica as module
 from workers.serving.backend import local_contents
 from workers.serving.failures import failure_of
 from workers.serving.replica import Replica
@@ -238,6 +241,24 @@ def test_a_replica_reports_the_end_of_its_load(engine: str, phase: Phase, id: st
         )
     status = msgspec.json.decode(result.stdout, type=ReplicaStatus)
     assert (status.phase, status.failure and status.failure.id) == (phase, id)
+
+
+@pytest.mark.parametrize(("engine", "is_read"), [("cpu", True), ("nxd-inference", False)])
+def test_weights_are_read_ahead(engine: str, is_read: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the load begins; not where a compile has saved what is loaded."""
+    weights = tmp_path / "model-00001-of-00001.safetensors"
+    weights.touch()
+    (tmp_path / "config.json").touch()
+    loading, read = replica(Phase.LOADING), queue.SimpleQueue[list[Path]]()
+    loading._config, loading._uses, loading._claim = config(tmp_path, engine=engine), contextlib.ExitStack(), None
+    monkeypatch.setattr(module, "set_environment", lambda planned: None)
+    monkeypatch.setattr(module, "read_ahead", read.put)
+    monkeypatch.setattr(module, "open_backend", lambda *given: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loading._load()
+
+    assert [read.get(timeout=10) for _ in range(is_read)] == [[weights]] * is_read
+    assert read.empty()
 
 
 def test_files_that_were_replaced_since_the_first_load_stop_the_replica(tmp_path: Path) -> None:
