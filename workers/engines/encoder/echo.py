@@ -18,8 +18,8 @@ WIDTH = 8
 
 
 def echo_vector(input: EncodeInput, width: int = WIDTH) -> tuple[float, ...]:
-    """Returns the vector of an input, of length 1, or for a ``width`` of 1 its score, up to 1: numbers drawn from the CRC
-    of its tokens, ``second`` and ``prompt``."""
+    """Returns the vector of an input, of length 1, or for a ``width`` of 1 its score, up to 1: numbers drawn from the
+    CRC of its tokens, ``second`` and ``prompt``."""
     digest = zlib.crc32(struct.pack(f"<{len(input.ids)}I2I", *input.ids, input.second, input.prompt))
     numbers = [1 + zlib.crc32(bytes([place]), digest) % 1000 for place in range(width)]
     length = sum(number**2 for number in numbers) ** 0.5 if width > 1 else 1000.0
