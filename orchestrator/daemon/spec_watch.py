@@ -7,7 +7,7 @@ from typing import Any
 
 from orchestrator.access.audit_log import Audit
 from orchestrator.process.failure import Failed
-from orchestrator.revisions.spec_file import read_text
+from orchestrator.process.spec_text import read_text
 from placements.spec.problems import Problem, render
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import stat
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -13,6 +11,7 @@ from typing import Literal
 
 from orchestrator.access.source_policy import SourcePolicy
 from orchestrator.process.failure import Failed
+from orchestrator.process.spec_text import MAX_BYTES, decoded, read_text
 from orchestrator.revisions.checkpoint_reader import CheckpointFacts, is_hub_source, read_facts, source_parts
 from orchestrator.revisions.precompiled_checkpoint import precompiled_problems
 from placements.facts.checkpoints import Checkpoint
@@ -29,7 +28,6 @@ from workers.host import host_facts as this_host
 
 ANYTHING = SourcePolicy()
 STANDARD_INPUT = "-"
-MAX_BYTES = 4 * 2**20
 MAX_EMULATED = 256  # hosts of one fleet; a Ray node takes about 150 MB
 Folders = Literal["load", "plan", "ignore"]
 """How local folders are checked. load: an unloadable one is an error if this machine loads it, else a warning; plan: it
@@ -72,35 +70,10 @@ def load(path: str, allowed: SourcePolicy = ANYTHING, *, folders: Folders = "loa
     else:
         data, name, base_dir = None, path, str(Path(path).absolute().parent)
     try:
-        text = read_text(path) if data is None else _decoded(data, name)
+        text = read_text(path) if data is None else decoded(data, name)
     except Failed as failed:
         return _unreadable(name, base_dir, failed.problem)
     return examine(text, name, base_dir, this_machine(), allowed, folders=folders)
-
-
-def read_text(path: str, *, regular: bool = False) -> str:
-    """Returns the text of a spec file. ``regular``: of a file only, since opening a pipe may block. Raises Failed
-    `spec-unreadable`."""
-    flags = os.O_NONBLOCK if regular else 0
-    try:
-        with open(path, "rb", opener=lambda name, mode: os.open(name, mode | flags)) as stream:
-            if regular and not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
-                raise Failed("spec-unreadable", f"{path} is not a regular file", "check the path")
-            data = stream.read(MAX_BYTES + 1)
-    except OSError as error:
-        raise Failed("spec-unreadable", f"{path} cannot be read: {error.strerror}", "check the path") from None
-    return _decoded(data, path)
-
-
-def _decoded(data: bytes, name: str) -> str:
-    if len(data) > MAX_BYTES:
-        what = f"{name} is larger than {MAX_BYTES} bytes"
-        raise Failed("spec-unreadable", what, "check that the file is a spec")
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        what = f"{name} is not UTF-8: byte {error.start} is {data[error.start]:#04x}"
-        raise Failed("spec-unreadable", what, "save it as UTF-8") from None
 
 
 def _unreadable(name: str, base_dir: str, problem: Problem) -> SpecFile:
