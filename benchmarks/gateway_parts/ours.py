@@ -20,7 +20,7 @@ from orchestrator.gateway.settings import GatewaySettings
 from orchestrator.process.addresses import free_port
 from orchestrator.process.collector import settle_collector
 from orchestrator.process.home import Home
-from orchestrator.scaling.demand_report import DemandReport
+from orchestrator.scaling.demand_report import DemandReply, DemandReport
 from workers.messages.metric_family import MetricFamily
 
 CONNECT_DEADLINE_S = 10.0
@@ -41,8 +41,9 @@ class Controller:
     async def wake(self, model: str) -> None:
         """Every model is awake."""
 
-    async def demand(self, report: DemandReport) -> None:
+    async def demand(self, report: DemandReport) -> DemandReply:
         """Nobody decides from it."""
+        return DemandReply()
 
     async def metrics(self) -> list[MetricFamily]:
         return []

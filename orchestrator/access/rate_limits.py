@@ -14,8 +14,7 @@ from typing import Literal, NamedTuple
 from orchestrator.access.keys import Allowance
 
 MINUTE_S = 60.0
-DEBT = 10.0  # capacities: the largest debt of a bucket, whatever was used or a file contains
-SKEW_S = 1.0  # a time that is further in the future is of an earlier boot's clock
+DEBT = 10.0  # capacities: the largest debt of a bucket, whatever was used
 EXACT = 1e-9  # of a capacity: tolerance for sums of floats
 
 
@@ -55,13 +54,10 @@ class Remaining(NamedTuple):
 
 
 def refill(counts: Counts, quota: Allowance, now: float) -> Counts:
-    """Returns the counts at ``now``. Invalid counts, such as those of a future time, count as unused."""
+    """Returns the counts at ``now``, or at their own time if that is later."""
     at, requests, tokens = counts
+    now = max(now, at)
     elapsed = now - at
-    if elapsed < -SKEW_S:
-        return Counts(now)
-    if elapsed < 0.0:  # another gateway has updated them meanwhile
-        elapsed, now = 0.0, at
     used_requests = _used(requests, quota.requests_per_minute, elapsed)
     return Counts(now, used_requests, _used(tokens, quota.tokens_per_minute, elapsed))
 
@@ -150,7 +146,7 @@ def _used(used: float, per_minute: int | None, elapsed: float) -> float:
     if per_minute is None:
         return 0.0
     remainder = min(used, DEBT * per_minute) - elapsed * per_minute / MINUTE_S
-    return remainder if remainder > 0.0 else 0.0  # nan counts as 0
+    return max(0.0, remainder)
 
 
 def _wait_s(used: float, per_minute: int | None, requested: int) -> float:

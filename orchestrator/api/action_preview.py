@@ -30,7 +30,7 @@ class ActionPreview(FleetOperation):
         cause = None
         if action == "drain" and any(host.name == target for host in state.hosts):
             after = without_host(situation, target)
-            cause = await state.in_thread(refusal, situation, target)
+            cause = await state.in_thread(refusal, situation, target, partly=False)
         elif action in ("restart", "drain"):
             after = dataclasses.replace(situation, replaced=situation.replaced | self._starts_of(action, target))
         else:

@@ -25,6 +25,7 @@ EXTENSIONS = (("ignore_eos", "min_tokens"), ("ignore_eos",), ("min_tokens",), ()
 # Words of two letters, one token each in common vocabularies: a text's tokens depend on the number of its words only.
 WORDS = ("of", "to", "in", "is", "it", "on", "at", "by", "we", "he", "as", "so", "me", "my", "or", "an")
 _KEY_HINT = "set --api-key or OPENAI_API_KEY"
+_COUNT_HINT = "use a server whose `usage` has the tokens of the prompt"
 _MODEL_HINT = "choose one with --model NAME"
 _HINTS = {401: _KEY_HINT, 403: _KEY_HINT, 404: "try --chat, or check --url"}
 
@@ -175,7 +176,7 @@ class Server:
         base, top = [(await self.complete(words, 1)).prompt_tokens for words in (few, many)]
         if top <= base:
             what = f"{few} words are {base} tokens, {many} words {top}"
-            raise Failed("bench-refused", f"{self.connection.url} does not count prompt tokens: {what}", _MODEL_HINT)
+            raise Failed("bench-refused", f"{self.connection.url} does not count prompt tokens: {what}", _COUNT_HINT)
         per_word = (top - base) / (many - few)
         sizes = [max(1, few + round((wanted - base) / per_word)) for wanted in tokens]
         return [(words, (await self.complete(words, 1)).prompt_tokens) for words in sizes]

@@ -37,6 +37,10 @@ class FleetRefused(Failed):
         self.problems = tuple(problems)
 
 
+class NoListener(Failed):
+    """Nobody listens at the address of the admin API: its controller starts or restarts, or the fleet ends."""
+
+
 @dataclass(frozen=True)
 class AdminClient:
     """A client of one fleet. ``record`` is None if the address came from the environment."""
@@ -88,8 +92,8 @@ class AdminClient:
             raise Failed("fleet-url-wrong", f"{self.url!r} is not a valid URL", hint) from None
         if not (self.token.isascii() and self.token.isprintable()):
             raise Failed("fleet-url-wrong", "COREWRIGHT_TOKEN has characters that no token has", "set it again")
-        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        connection = kind(parts.hostname, port, timeout=deadline_s)
+        protocol = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        connection = protocol(parts.hostname, port, timeout=deadline_s)
         headers = {"Authorization": f"Bearer {self.token}", BY_HEADER: caller()}
         if body is not None:
             headers["Content-Type"] = "application/json"
@@ -100,7 +104,8 @@ class AdminClient:
         except (OSError, http.client.HTTPException) as error:
             message = f"the controller at {self.url} does not answer: {error or type(error).__name__}"
             hint = "if the fleet is still starting, retry `corewright status` later"
-            raise Failed("fleet-unreachable", message, hint) from None
+            kind = NoListener if isinstance(error, ConnectionRefusedError) else Failed
+            raise kind("fleet-unreachable", message, hint) from None
         finally:
             connection.close()
         try:

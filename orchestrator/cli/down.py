@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from orchestrator.cli.app import app
-from orchestrator.cli.client import AdminClient, the_fleet
+from orchestrator.cli.client import AdminClient, NoListener, the_fleet
 from orchestrator.cli.output import libraries_to_log, say
 from orchestrator.daemon.joined_down import take_down
 from orchestrator.fleet.controller_settings import DRAIN_S
@@ -51,11 +51,13 @@ def down(
     within_s = _drain_s(client) + DOWN_SPARE_S
     try:
         client.post("down")
-    except Failed as failed:  # it is starting, or its controller restarts
-        if client.record is None or failed.problem.id != "fleet-unreachable":
+    except Failed as failed:
+        # nobody has got the request; a signal while the fleet ends would end running requests at once
+        if client.record is None or not isinstance(failed, NoListener):
             raise
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(client.record.pid, signal.SIGTERM)
+        if not (now := home.read_record()) or not now.ending:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(client.record.pid, signal.SIGTERM)
     if client.record is None:
         return
     say("draining")

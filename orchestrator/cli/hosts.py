@@ -40,19 +40,23 @@ def wait(
             return f"{name} is not back"
         return None if status.settled else "not every replica is ready"
 
-    wait_until(the_fleet(), missing, timeout, "see `corewright status`")
-    show(host_of(the_fleet().status(), name), output, f"{name}: ready")
+    status = wait_until(the_fleet(), missing, timeout, "see `corewright status`")
+    show(host_of(status, name), output, f"{name}: ready")
 
 
 def wait_until(
     client: AdminClient, missing: Callable[[FleetStatus], str | None], timeout_s: float | None, hint: str
-) -> None:
-    """Wait until nothing is ``missing`` in the status, also over a restart of the controller.
+) -> FleetStatus:
+    """Returns the status once nothing is ``missing`` in it, also over a restart of the controller.
 
     Raises Failed `wait-late` with what is missing at the timeout, and typer.Exit on Ctrl-C."""
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     try:
-        while (lack := missing(typed(client.get_with_retries("status"), FleetStatus))) is not None:
+        while True:
+            status = typed(client.get_with_retries("status"), FleetStatus)
+            lack = missing(status)
+            if lack is None:
+                return status
             if deadline is not None and time.monotonic() >= deadline:
                 raise Failed("wait-late", f"after {timeout_s:g} s {lack}", hint)
             time.sleep(POLL_S)
@@ -62,7 +66,7 @@ def wait_until(
 
 
 def drained(client: AdminClient, target: str, epoch: int | None, timeout_s: float | None) -> HostInFleet | None:
-    """Wait until a host is empty, and return it; or until a replica with that epoch is replaced, and return None.
+    """Returns a host once it is empty; None once a replica with that epoch is replaced.
 
     Raises Failed if the host is used again meanwhile."""
 
@@ -75,8 +79,8 @@ def drained(client: AdminClient, target: str, epoch: int | None, timeout_s: floa
             raise Failed("drain-ended", f"{target} was uncordoned meanwhile", "corewright drain begins again")
         return f"{target} is not empty: {host.busy} replicas and requests" if host.busy else None
 
-    wait_until(client, missing, timeout_s, "the drain continues; `corewright uncordon HOST` ends it")
-    return host_of(client.status(), target) if epoch is None else None
+    status = wait_until(client, missing, timeout_s, "the drain continues; `corewright uncordon HOST` ends it")
+    return host_of(status, target) if epoch is None else None
 
 
 def host_of(status: FleetStatus, name: str) -> HostInFleet:

@@ -100,6 +100,10 @@ def drain(
     output: FormatOption = Format.TABLE,
 ) -> None:
     """Empty a host, or replace one replica. A drained host is cordoned."""
+    if keep_served and deadline_s is None:
+        raise typer.BadParameter("is for a drain with --deadline-s", param_hint="--keep-served")
+    if timeout is not None and not wait:
+        raise typer.BadParameter("is for --wait", param_hint="--timeout")
     client = the_fleet()
     body = {"target": target} | ({} if deadline_s is None else {"deadline_s": deadline_s, "keep_served": keep_served})
     reply = client.post("drain", body)

@@ -78,7 +78,7 @@ Load = Mapping[str, Mapping[str, float | None]]
 
 
 def _load(client: AdminClient) -> Load:
-    """Returns the FIGURES of each model's last sample; none of a fleet that has no samples yet, or of an older one."""
+    """Returns the FIGURES of each model's last sample; none of a fleet that has no samples yet."""
     try:
         models = client.get("load")["models"]
     except FleetRefused:

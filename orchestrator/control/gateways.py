@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from orchestrator.fleet.effects import ClusterClient
 from orchestrator.fleet.fleet_status import GatewayInFleet
-from orchestrator.fleet.gateway_places import GatewayPlace, wanted_gateways
+from orchestrator.fleet.gateway_places import GATEWAY_LOST_S, GatewayPlace, wanted_gateways
 from orchestrator.fleet.key_usage import KeyUsageExchange
 from orchestrator.scaling.demand_report import DemandReply, DemandReport
 from orchestrator.state.fleet_state import FleetState
@@ -18,7 +18,6 @@ from workers.host.task_boundary import task_boundary
 
 log = logging.getLogger(__name__)
 
-SILENT_S = 10.0  # a gateway without a report for this long has ended, or is cut off
 RETRY_S = 30.0  # between two changes, unless other places are wanted
 
 
@@ -53,7 +52,7 @@ class Gateways:
         return DemandReply(usage=self._usage.receive(report.gateway, report.usage))
 
     def _forget_silent(self) -> None:
-        oldest = self._state.clock() - SILENT_S
+        oldest = self._state.clock() - GATEWAY_LOST_S
         for name in [name for name, heard in self._heard.items() if heard.at < oldest]:
             del self._heard[name]
             self._usage.forget(name)

@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec.structs
 
+from orchestrator.fleet.gateway_places import GATEWAY_LOST_S
 from orchestrator.scaling.demand_report import DemandReport, LiveRequest
 
 WATCHED_S = 10.0  # after the last query, gateways stop reporting their requests
-SILENT_S = 10.0  # a gateway without a report for this long has ended
 ENDED = 200  # requests that have ended, kept while they are watched
 
 
@@ -44,7 +44,7 @@ class LiveRequests:
         from now on."""
         now = self._clock()
         self._watched_until = now + WATCHED_S
-        heard = [each for at, requests in self._open.values() if now - at < SILENT_S for each in requests]
+        heard = [each for at, requests in self._open.values() if now - at < GATEWAY_LOST_S for each in requests]
         shown = [*sorted(heard, key=lambda each: -each.age_s), *reversed(self._ended)]
         return [_as_dict(each) for each in shown]
 

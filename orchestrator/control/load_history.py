@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from orchestrator.fleet.gateway_places import GATEWAY_LOST_S
 from orchestrator.scaling.demand_report import DemandReport, DemandWindow, ModelLoad
 from orchestrator.scaling.latency_buckets import FIRST_TOKEN_S, TOKEN_S, percentile
 
 SAMPLE_S = 10.0
 SAMPLES = 360  # one hour
 RECENT = 6  # samples of which percentiles are taken: a minute
-SILENT_S = 10.0  # a gateway without a report for this long has no requests any more
 NEW_REPORTS = 3  # a gateway with a number up to this has just started, so that all it has counted is new
 FIGURES = ("queue", "running", "tokens_per_s", "ttft_p50_ms", "ttft_p99_ms", "gap_p50_ms", "gap_p99_ms")
 
@@ -67,7 +67,7 @@ class LoadHistory:
         if seconds < SAMPLE_S:
             return
         self._sampled_at = now
-        self._heard = {name: heard for name, heard in self._heard.items() if now - heard[0] <= SILENT_S}
+        self._heard = {name: heard for name, heard in self._heard.items() if now - heard[0] <= GATEWAY_LOST_S}
         self._recent.append(self._counted)
         counted, self._counted = self._counted, {}
         windows: dict[str, list[DemandWindow]] = {}

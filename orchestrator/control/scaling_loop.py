@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from msgspec import UNSET
 
 from orchestrator.fleet.fleet_status import DemandStatus, ScalingStatus
+from orchestrator.fleet.gateway_places import GATEWAY_LOST_S
 from orchestrator.fleet.replica_states import STARTING, State
 from orchestrator.fleet.snapshot import ReplicaView
 from orchestrator.scaling.autoscaler import FleetNow, History, Load, ModelNow, Objectives, Targets, autoscale
@@ -31,7 +32,6 @@ from placements.spec.schema import ModelSpec
 log = logging.getLogger(__name__)
 
 AT_ONCE_S = 1.0  # shortest interval between decisions for models without a replica
-SILENT_S = 10.0  # a gateway without a report for this long is gone
 ROUTED_S = 60.0  # interval between two `Routed` events of a model
 HELD_BACK_S = 600.0  # interval between two `HeldBack` events of a model
 KINDS = ("Woken", "ScaledUp", "ScaledDown", "ScaledToZero", "HeldBack")  # events about numbers of replicas
@@ -131,7 +131,7 @@ class Scaler:
         return model is not None and model.scaling.auto and self._state.counts.desired(model) == 0
 
     def _drop_silent_gateways(self, now: float) -> None:
-        for name in [name for name, gateway in self._gateways.items() if now - gateway.heard > SILENT_S]:
+        for name in [name for name, gateway in self._gateways.items() if now - gateway.heard > GATEWAY_LOST_S]:
             log.info("gateway %s has stopped reporting", name)
             del self._gateways[name]
         if not self._gateways:  # their interval is unknown, and nothing is decided

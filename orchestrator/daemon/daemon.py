@@ -211,6 +211,7 @@ class Daemon:
             self._report(render([failed.problem]).rstrip("\n"))
         finally:
             self.display.close()
+            self._record_end()
             self._audit_end(written, outcome)  # before Ray is shut down, which may end this process
             mark(REPORTED)
             try:
@@ -222,6 +223,13 @@ class Daemon:
                     mark(GONE)
                     self._report("stopped")
         return code
+
+    def _record_end(self) -> None:
+        """Write that the fleet ends, for `down`, whose signal would be a second one."""
+        record = self.home.read_record()
+        if record is not None:
+            with contextlib.suppress(OSError):  # a full disk
+                self.home.write_record(msgspec.structs.replace(record, ending=True))
 
     def _audit_fields(self) -> dict[str, Any]:
         text, file, base_dir = self.spec

@@ -42,6 +42,7 @@ class SpecWatch:
                 self._last = None
             self._unreadable = failed.problem
             return
+        self._unreadable = None
         if text != self._last or text == self._applied:  # still being written, or unchanged
             self._last = text
             return

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
+GATEWAY_LOST_S = 10.0  # a gateway without a report for this long has ended, or is cut off
 HOSTS, HEAD = "hosts", "head"  # values of the setting `gateways_on`, besides a label KEY=VALUE
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-FORGET_S = 10.0  # gateways with unreachable replicas report each second: one without a report for longer has ended
+from orchestrator.fleet.gateway_places import GATEWAY_LOST_S
 
 
 class Reachability:
@@ -20,6 +20,6 @@ class Reachability:
     def unreachable(self, now: float) -> frozenset[str]:
         """Returns the replicas to which at least one live gateway cannot connect."""
         self._reports = {
-            name: report for name, report in self._reports.items() if report[1] and now - report[0] <= FORGET_S
+            name: report for name, report in self._reports.items() if report[1] and now - report[0] <= GATEWAY_LOST_S
         }
         return frozenset().union(*(ids for _, ids in self._reports.values()))

@@ -155,9 +155,8 @@ class Gateway:
                 log.warning("cannot report the demand to the controller: %s", error)
             else:
                 heard_at = now
-                if reply is not None:
-                    self._follow(reply)
-                    self._limits.charge(reply.usage, self.gate.keys, time.monotonic())
+                self._follow(reply)
+                self._limits.charge(reply.usage, self.gate.keys, time.monotonic())
             self._log.keep(now)
             self._tokenizers.sweep(now)
 

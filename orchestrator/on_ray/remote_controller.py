@@ -44,9 +44,9 @@ class RemoteController:
     async def wake(self, model: str) -> None:
         await self._call("wake", model)
 
-    async def demand(self, report: DemandReport) -> DemandReply | None:
-        """Send the demand since the gateway's last report; duplicates are counted once."""
-        reply: DemandReply | None = await self._call("demand", report)
+    async def demand(self, report: DemandReport) -> DemandReply:
+        """Send the demand since the gateway's last report. A duplicate is counted once, except the usage of keys."""
+        reply: DemandReply = await self._call("demand", report)
         return reply
 
     async def metrics(self) -> list[MetricFamily]:

@@ -47,6 +47,7 @@ class FleetRecord(msgspec.Struct, frozen=True, kw_only=True):
     on_cluster: bool = False  # a Ray cluster that others started: the process is the controller, which may move
     boot: str = msgspec.field(default_factory=lifetime.boot)  # the boot id that ``started`` belongs to
     console_url: str | None = None  # of the console behind a proxy
+    ending: bool = False  # `up` ends the fleet
 
     @property
     def console(self) -> str:

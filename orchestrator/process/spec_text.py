@@ -7,7 +7,7 @@ import stat
 
 from orchestrator.process.failure import Failed
 
-MAX_BYTES = 4 * 2**20
+MAX_SPEC_BYTES = 4 * 2**20
 
 
 def read_text(path: str, *, regular: bool = False) -> str:
@@ -18,7 +18,7 @@ def read_text(path: str, *, regular: bool = False) -> str:
         with open(path, "rb", opener=lambda name, mode: os.open(name, mode | flags)) as stream:
             if regular and not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
                 raise Failed("spec-unreadable", f"{path} is not a regular file", "check the path")
-            data = stream.read(MAX_BYTES + 1)
+            data = stream.read(MAX_SPEC_BYTES + 1)
     except OSError as error:
         raise Failed("spec-unreadable", f"{path} cannot be read: {error.strerror}", "check the path") from None
     return decoded(data, path)
@@ -26,8 +26,8 @@ def read_text(path: str, *, regular: bool = False) -> str:
 
 def decoded(data: bytes, name: str) -> str:
     """Returns the text of the bytes that were read from ``name``. Raises Failed `spec-unreadable`."""
-    if len(data) > MAX_BYTES:
-        what = f"{name} is larger than {MAX_BYTES} bytes"
+    if len(data) > MAX_SPEC_BYTES:
+        what = f"{name} is larger than {MAX_SPEC_BYTES} bytes"
         raise Failed("spec-unreadable", what, "check that the file is a spec")
     try:
         return data.decode()

@@ -11,7 +11,7 @@ from typing import Literal
 
 from orchestrator.access.source_policy import SourcePolicy
 from orchestrator.process.failure import Failed
-from orchestrator.process.spec_text import MAX_BYTES, decoded, read_text
+from orchestrator.process.spec_text import MAX_SPEC_BYTES, decoded, read_text
 from orchestrator.revisions.checkpoint_reader import CheckpointFacts, is_hub_source, read_facts, source_parts
 from orchestrator.revisions.precompiled_checkpoint import precompiled_problems
 from placements.facts.checkpoints import Checkpoint
@@ -65,12 +65,10 @@ def load(path: str, allowed: SourcePolicy = ANYTHING, *, folders: Folders = "loa
     """Returns a spec file (`-`: standard input) with all its problems, also if it cannot be read.
 
     ``folders``: see `Folders`."""
-    if path == STANDARD_INPUT:
-        data, name, base_dir = sys.stdin.buffer.read(MAX_BYTES + 1), "<stdin>", str(Path.cwd())
-    else:
-        data, name, base_dir = None, path, str(Path(path).absolute().parent)
+    from_input = path == STANDARD_INPUT
+    name, base_dir = ("<stdin>", str(Path.cwd())) if from_input else (path, str(Path(path).absolute().parent))
     try:
-        text = read_text(path) if data is None else decoded(data, name)
+        text = decoded(sys.stdin.buffer.read(MAX_SPEC_BYTES + 1), name) if from_input else read_text(path)
     except Failed as failed:
         return _unreadable(name, base_dir, failed.problem)
     return examine(text, name, base_dir, this_machine(), allowed, folders=folders)

@@ -1,4 +1,4 @@
-"""Whether a host can be drained while its models are served elsewhere. Pure."""
+"""Decides whether a host can be drained while its models are served elsewhere. Pure."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ def without_host(situation: Situation, host: str) -> Situation:
     return dataclasses.replace(situation, views=staying, blocked={**situation.blocked, host: every})
 
 
-def refusal(situation: Situation, host: str, *, partly: bool = False) -> str | None:
-    """Returns why the host's ready replicas cannot be placed elsewhere, or None. ``partly``: a model may have fewer
-    replicas, but not none."""
+def refusal(situation: Situation, host: str, *, partly: bool) -> str | None:
+    """Returns why models cannot be served as now without the host, or None: those with a ready replica on it, with all
+    of these; ``partly``: with fewer of them. No model that serves may lose all its replicas, since one with a higher
+    priority takes their place."""
     goal = compute_goal(without_host(situation, host))
-    lost = {view.model for view in situation.views if view.host == host and view.state is State.READY}
-    if partly:
-        lost -= {target.model for target in goal.targets}
+    ready = [view for view in situation.views if view.state is State.READY]
+    lost = {view.model for view in ready} - {target.model for target in goal.targets}
+    if not partly:
+        lost |= {view.model for view in ready if view.host == host}
     missing = [problem.what for group in goal.plan.unplaced if group.model in lost for problem in group.problems]
     return "; ".join(dict.fromkeys(missing)) or None

@@ -19,7 +19,7 @@ def phases_again(view: ReplicaView) -> dict[str, float]:
     """Returns the seconds of a ready replica's start by `start_phases.PHASES`, without what only this start had to do:
     fetching and compiling."""
     load_s = view.load_s or 0.0
-    phases = dict(view.load_phases) or {"engine": load_s}  # the previous version reports no phases
+    phases = dict(view.load_phases) or {"engine": load_s}  # an engine that reports none
     longest = max(phases, key=phases.__getitem__)  # the one that has compiled, or waited for the fetch, if any did
     once_s = max(0.0, sum(phases.values()) - max(0.0, load_s - view.compile_s))
     phases[longest] = max(0.0, phases[longest] - once_s)

@@ -101,7 +101,6 @@ class Batcher(StepLoop[AcceptedRequest]):
                 steps=self._steps,
                 tokens=self._tokens,
                 step_started_at=self._step_started_at,
-                last_step_at=self._last_step_at,
                 draining=self._draining,
                 failed=self._failed,
                 accepted=self._engine_steps.accepted,
@@ -234,5 +233,4 @@ class Batcher(StepLoop[AcceptedRequest]):
             self._tokens += sum(len(event.token_ids) for event in events)
             self._prefilling = 0
             self._step_started_at = None
-            self._last_step_at = self._clock()
         return events

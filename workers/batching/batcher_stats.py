@@ -18,7 +18,6 @@ class BatcherStats:
     steps: int  # prefills and decodes since the start
     tokens: int  # tokens produced since the start
     step_started_at: float | None  # start of the current step; None between steps
-    last_step_at: float | None  # end of the last step
     draining: bool
     failed: str | None  # why the engine cannot go on
     drafted: int = 0  # tokens proposed by a draft model since the start

@@ -72,7 +72,6 @@ class EncodeBatcher(StepLoop[_Answer]):
                 steps=self._steps,
                 tokens=self._tokens,
                 step_started_at=self._step_started_at,
-                last_step_at=self._last_step_at,
                 draining=self._draining,
                 failed=self._failed,
             )
@@ -167,7 +166,6 @@ class EncodeBatcher(StepLoop[_Answer]):
             self._steps += 1
             self._tokens += sum(place.length for place in batch)
             self._step_started_at = None
-            self._last_step_at = self._clock()
         return [event for request, answer in complete for event in _events(request, answer)]
 
     def _end_cancelled(self) -> list[TokenEvent]:

@@ -41,7 +41,6 @@ class StepLoop(ABC, Generic[T]):
         self._steps = 0
         self._tokens = 0
         self._step_started_at: float | None = None
-        self._last_step_at: float | None = None
 
     def cancel(self, id: str) -> None:
         """End a request before the next step, with a CANCELLED event. Unknown ids are ignored."""

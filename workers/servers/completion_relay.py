@@ -104,7 +104,6 @@ class CompletionRelay:
         self._closing = False
         self._failed: str | None = None
         self._progress_at: float | None = None  # the last byte from the server, or the first request since then
-        self._last_step_at: float | None = None
         self._token_progress = TokenProgress()
         self._steps = 0
         self._tokens = 0
@@ -202,7 +201,6 @@ class CompletionRelay:
                 steps=self._steps,
                 tokens=self._tokens,
                 step_started_at=self._step_started_at,
-                last_step_at=self._last_step_at,
                 draining=self._draining,
                 failed=self._failed,
                 prefix_queries=0 if self._metrics is None else int(self._metrics.prefix_queries),
@@ -429,7 +427,7 @@ class CompletionRelay:
     def _count(self, tokens: int) -> None:
         """Record that the server makes progress."""
         with self._changed:
-            self._progress_at = self._last_step_at = self._clock()
+            self._progress_at = self._clock()
             self._steps += 1
             self._tokens += tokens
 

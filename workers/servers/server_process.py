@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import os
+import select
 import shutil
 import signal
 import socket
@@ -153,11 +154,16 @@ class ServerProcess:
         """Waits for the end of all its processes. Returns the exit code of the first one, 128 + N after a signal N.
 
         A stopped keeper is continued: nobody else notices the end of the server. To kill it would end a healthy one."""
-        while True:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                return self._keeper.wait(LOOK_S)
+        while (code := self._keeper.poll()) is None:
+            with contextlib.suppress(ProcessLookupError):  # another thread may have waited for it meanwhile
+                ended = os.pidfd_open(self._keeper.pid)
+                poller = select.poll()
+                poller.register(ended, select.POLLIN)
+                poller.poll(LOOK_S * 1000)
+                os.close(ended)
             if is_stopped(self._keeper.pid):
                 self._keeper.send_signal(signal.SIGCONT)
+        return code
 
     def listens(self, port: int) -> bool:
         """Returns whether one of its processes listens on a TCP port."""

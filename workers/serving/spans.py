@@ -1,7 +1,7 @@
 """OpenTelemetry spans, and the tracing of a replica's requests.
 
 The packages (extra `otel`) are imported only where the environment enables tracing; all standard OTEL_... variables
-apply. Without it a request costs one check.
+apply. Without tracing a request costs one check.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ MAX_DEPTH = 32
 MAX_PROPERTIES = 1024  # of all objects together: 0.1 s; the time grows quadratically
 MAX_BRANCHES = 512  # of all anyOf, oneOf and allOf together
 MAX_BRANCHES_OF_ONE = 128  # as many as there may be tools
-MAX_VALUES = 4096  # of all enum and const together
+MAX_VALUES = 4096  # of all enum and const together, and of all other keywords together
 MAX_TEXT = 4096  # characters of a name, a pattern or a value
 MAX_MULTIPLE = 10_000  # of the least common multiple of all multipleOf, without decimal points: 20 ms
 

@@ -1173,12 +1173,16 @@ def test_down_of_this_homes_fleet_times_out_after_its_drain(
         Home(home).forget_fleet()
 
 
-def test_down_ends_a_fleet_whose_controller_does_not_answer(
-    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("ending", [False, True])
+def test_down_signals_a_fleet_whose_controller_is_not_there_unless_it_ends_already(
+    ending: bool, home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is starting, for example: `up` gets SIGTERM."""
+    """It is starting, for example: `up` gets SIGTERM. A second signal would end running requests at once."""
     Home(home).prepare()
-    with subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"]) as starting:
+    command = "import signal; signal.signal(signal.SIGTERM, lambda *_: exit(7)); print(flush=True); signal.pause()"
+    with subprocess.Popen([sys.executable, "-c", command], stdout=subprocess.PIPE) as starting:
+        assert starting.stdout is not None
+        starting.stdout.readline()
         started = this_host.process_start(starting.pid)
         assert started is not None
         record = FleetRecord(
@@ -1192,15 +1196,22 @@ def test_down_ends_a_fleet_whose_controller_does_not_answer(
             pid=starting.pid,
             started=started,
             version="",
+            ending=ending,
         )
         Home(home).write_record(record)
-        alive = iter([True, True])
-        monkeypatch.setattr("orchestrator.cli.down.daemon_alive", lambda record: next(alive, starting.poll() is None))
+        monkeypatch.setattr("orchestrator.cli.down.DOWN_SPARE_S", -19.5)
+        monkeypatch.setattr("orchestrator.cli.down.DRAIN_S", 20.0 if ending else 40.0)
         run(["down"])
-        assert starting.wait(10) == -signal.SIGTERM
+        assert starting.poll() == (None if ending else 7)
+        starting.kill()
     assert "fleet-unreachable" not in capsys.readouterr().err
     with contextlib.suppress(OSError):
         Home(home).forget_fleet()
+
+
+@pytest.mark.parametrize("options", ["--keep-served", "--timeout 3"])
+def test_an_option_of_drain_that_would_have_no_effect_is_wrong_usage(options: str) -> None:
+    assert run(["drain", "inf2.48xlarge/0", *options.split()]) == 64
 
 
 @pytest.mark.parametrize(

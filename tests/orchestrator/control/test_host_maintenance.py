@@ -98,6 +98,30 @@ def test_a_host_without_another_place_is_refused(tmp_path: Path) -> None:
     play(tmp_path, ROOMY.replace(", count: 2", ""), story)
 
 
+PRIORITIES = """\
+version: 1
+hosts: {emulate: inf2.48xlarge, count: 2}
+models:
+  high: {engine: echo, tp_degree: 24, priority: 10, cores: ["inf2.48xlarge/0:0-23", "inf2.48xlarge/1:0-23"]}
+  low: {engine: echo, tp_degree: 24}
+"""
+
+
+@pytest.mark.parametrize("deadline_s", [None, 60.0])
+def test_a_drain_that_would_cost_another_model_its_last_replica_is_refused(
+    tmp_path: Path, deadline_s: float | None
+) -> None:
+    """A model of a higher priority would take its cores."""
+
+    async def story(played: Played) -> None:
+        (lying,) = [replica["host"] for replica in played.ready("high")]
+        with pytest.raises(Refused) as refused:
+            await played.operator.drain(lying, "tester", deadline_s, keep_served=True)
+        assert (refused.value.problem.id, "low/0" in refused.value.problem.what) == ("drain-no-room", True)
+
+    play(tmp_path, PRIORITIES, story)
+
+
 def test_replicas_stay_while_room_is_lost_during_a_drain(tmp_path: Path) -> None:
     """They serve where they are: to stop them would free no core for their successors."""
 

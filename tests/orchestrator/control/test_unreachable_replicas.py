@@ -12,7 +12,7 @@ from typing import Any
 import msgspec.structs
 import pytest
 
-from orchestrator.fleet.reachability import FORGET_S
+from orchestrator.fleet.gateway_places import GATEWAY_LOST_S
 from orchestrator.fleet.route_table import Route
 from orchestrator.gateway.serving import replica_link_pool as links_of
 from orchestrator.gateway.serving.replica_link_pool import RECONNECT_MOST_S, ReplicaLinks
@@ -149,7 +149,7 @@ def test_unreachable_replicas_are_in_status_events_and_metrics(tmp_path: Path) -
             assert fleet.happened().count("Reachable") == 1
             await report("b", "m/0")
             assert condition() == (False, "Unreachable", "m/0")
-            await asyncio.sleep(FORGET_S + 2.0)
+            await asyncio.sleep(GATEWAY_LOST_S + 2.0)
             assert condition() == (True, "Connected", "")
 
     virtually(live)

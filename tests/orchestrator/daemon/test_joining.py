@@ -284,7 +284,7 @@ def test_a_failed_up_leaves_the_fleet_of_another_up(
 
 def test_a_home_with_a_fleet_of_another_name_on_a_cluster_is_refused(up: JoinedUp, tmp_path: Path) -> None:
     """By `up` on a cluster, and by one with a Ray of its own."""
-    texts = dict.fromkeys(("fleet", "url", "admin_url", "token", "ray_address", "version"), "")
+    texts: dict[str, Any] = dict.fromkeys(("fleet", "url", "admin_url", "token", "ray_address", "version"), "")
     record = FleetRecord(name="other", dashboard_url=None, pid=0, started=0.0, on_cluster=True, **texts)
     Home(tmp_path).prepare()
     Home(tmp_path).write_record(record)
@@ -411,7 +411,7 @@ def test_the_machines_of_a_removed_fleet_are_free() -> None:
 
 
 def fleet_record(version: str) -> FleetRecord:
-    texts = dict.fromkeys(("fleet", "url", "admin_url", "token", "ray_address"), "")
+    texts: dict[str, Any] = dict.fromkeys(("fleet", "url", "admin_url", "token", "ray_address"), "")
     return FleetRecord(name="chat", dashboard_url=None, pid=0, started=0.0, version=version, on_cluster=True, **texts)
 
 

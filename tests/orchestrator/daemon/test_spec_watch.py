@@ -88,6 +88,16 @@ def test_a_file_that_an_editor_replaces_is_not_reported(watched: Watched) -> Non
     assert watched.said == [f"{watched.file} has changed: revision 2"]
 
 
+def test_a_file_that_is_missing_now_and_then_is_not_reported(watched: Watched) -> None:
+    """Only in two polls in a row."""
+    for _ in range(3):
+        watched.file.unlink()
+        watched.poll(1)
+        watched.file.write_text("one")
+        watched.poll(2)
+    assert watched.said == []
+
+
 def test_an_empty_file_is_a_change(watched: Watched) -> None:
     """The controller rejects it, with the reason."""
     watched.file.write_text("")

@@ -76,9 +76,7 @@ def test_only_a_replica_that_has_served_is_retried_after_any_fault(phase: Phase,
     assert failing._status.failure.reaction is reaction
 
 
-@pytest.mark.parametrize(
-    "batcher", [None, SimpleNamespace(stats=BatcherStats(4, 0, 0, 0, 9, 9, None, 1.0, False, None))]
-)
+@pytest.mark.parametrize("batcher", [None, SimpleNamespace(stats=BatcherStats(4, 0, 0, 0, 9, 9, None, False, None))])
 def test_the_status_has_the_time_spent_on_compiling(batcher: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also during the load, whose deadline does not count this time."""
     spent = compiled_artifacts.Stopwatch(clock=iter([100.0, 160.0, 160.0]).__next__)
@@ -190,7 +188,7 @@ def test_a_trial_that_an_engine_ends_fails_for_the_engines_reason(tmp_path: Path
             assert failing._probed.wait(10)
             raise MemoryError
 
-        stats = BatcherStats(4, 0, 0, 0, 9, 9, None, 1.0, False, None)
+        stats = BatcherStats(4, 0, 0, 0, 9, 9, None, False, None)
 
     failing = replica(Phase.LOADING)
     failing._config = config(tmp_path, log=str(tmp_path / "none.log"))
@@ -257,6 +255,9 @@ def test_weights_are_read_ahead(engine: str, is_read: bool, tmp_path: Path, monk
     with pytest.raises(ZeroDivisionError):
         loading._load()
 
+    for thread in threading.enumerate():
+        if thread.name == "read ahead":
+            thread.join(10)
     assert [read.get(timeout=10) for _ in range(is_read)] == [[weights]] * is_read
     assert read.empty()
 

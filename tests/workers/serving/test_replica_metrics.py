@@ -21,7 +21,6 @@ IDLE = BatcherStats(
     steps=0,
     tokens=0,
     step_started_at=None,
-    last_step_at=None,
     draining=False,
     failed=None,
 )
