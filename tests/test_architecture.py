@@ -283,6 +283,16 @@ def test_rooms_have_no_cycles() -> None:
     list(TopologicalSorter(LAYERS).static_order())
 
 
+def test_no_class_name_occurs_twice() -> None:
+    """A reader who searches for a name finds one class."""
+    places: dict[str, list[str]] = {}
+    for path in (path for package in PACKAGES for path in sources(package)):
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
 def test_every_room_has_a_docstring() -> None:
     """docs/architecture.md is made of them."""
     pages = {folder: (ROOT / folder.replace(".", "/") / "__init__.py").read_text() for folder in LAYERS}

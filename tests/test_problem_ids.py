@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.api.refused import Refused
+from orchestrator.api.refused import OperationRefused
 from orchestrator.cli.client import AdminClient
 from orchestrator.daemon import daemon as daemon_module
 from orchestrator.daemon.daemon import Daemon, UpOptions
@@ -76,7 +76,7 @@ def test_what_a_fleet_does_not_have_is_refused(id: str, ask: Callable[[Any], Any
         async with Played(tmp_path, FakeCluster(), SPEC) as played:
             await played.settled()
             await played.operator.cordon("inf2.xlarge/0", None, True, "ada")
-            with pytest.raises(Refused) as refused:
+            with pytest.raises(OperationRefused) as refused:
                 await ask(played.operator)
             return refused.value.problem.id
 

@@ -10,7 +10,7 @@ from benchmarks.placement_parts.fleet import Fleet, Layout, Replica
 from placements.facts.core_range import CoreRange
 from placements.facts.topology import TOPOLOGIES, Host
 from placements.planner.plan import Plan, Running, plan
-from placements.spec.notation import Pin
+from placements.spec.notation import CorePin
 from placements.spec.schema import ModelSpec, Replicas, Spec, Spread
 
 RESERVED_VCPUS = 8
@@ -42,7 +42,7 @@ def arguments(fleet: Fleet) -> Arguments:
         hosts.append(Host(machine.name, topology, cpus, RESERVED_VCPUS, reserved, memory_gib=memory))
     models = []
     for model in fleet.models:
-        pins = tuple(Pin(CoreRange.of_length(pin.first, model.tp), pin.host) for pin in model.pins)
+        pins = tuple(CorePin(CoreRange.of_length(pin.first, model.tp), pin.host) for pin in model.pins)
         fields: dict[str, Any] = {"host_memory_gib": model.memory_gib and float(model.memory_gib)}
         if model.spread is not None:
             fields["spread"] = Spread(host=model.spread)

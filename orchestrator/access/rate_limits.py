@@ -18,7 +18,7 @@ DEBT = 10.0  # capacities: the largest debt of a bucket, whatever was used
 EXACT = 1e-9  # of a capacity: tolerance for sums of floats
 
 
-class Counts(NamedTuple):
+class KeyCounts(NamedTuple):
     """The unrefilled usage of one key at ``at`` (monotonic seconds). All zeros: a key without requests."""
 
     at: float = 0.0
@@ -53,16 +53,16 @@ class Remaining(NamedTuple):
     reset_s: float  # until the bucket is full
 
 
-def refill(counts: Counts, quota: Allowance, now: float) -> Counts:
+def refill(counts: KeyCounts, quota: Allowance, now: float) -> KeyCounts:
     """Returns the counts at ``now``, or at their own time if that is later."""
     at, requests, tokens = counts
     now = max(now, at)
     elapsed = now - at
     used_requests = _used(requests, quota.requests_per_minute, elapsed)
-    return Counts(now, used_requests, _used(tokens, quota.tokens_per_minute, elapsed))
+    return KeyCounts(now, used_requests, _used(tokens, quota.tokens_per_minute, elapsed))
 
 
-def reserve(counts: Counts, quota: Allowance, live: int, tokens: int, now: float) -> Counts | Exceeded:
+def reserve(counts: KeyCounts, quota: Allowance, live: int, tokens: int, now: float) -> KeyCounts | Exceeded:
     """Returns the counts with one more request of at most ``tokens`` tokens, or the limit that it exceeds.
 
     ``live`` is the number of the key's concurrent requests.
@@ -86,14 +86,14 @@ def reserve(counts: Counts, quota: Allowance, live: int, tokens: int, now: float
             return Exceeded("tokens per minute", per_minute, math.ceil(now_used.tokens), tokens, waits_for_tokens)
         limit = quota.requests_per_minute or 0
         return Exceeded("requests per minute", limit, math.ceil(now_used.requests), 1, waits)
-    return Counts(  # 4
+    return KeyCounts(  # 4
         now_used.at,
         0.0 if quota.requests_per_minute is None else now_used.requests + 1,
         0.0 if per_minute is None else now_used.tokens + tokens,
     )
 
 
-def settle(counts: Counts, quota: Allowance, reserved: int, used: int, reserved_at: float, now: float) -> Counts:
+def settle(counts: KeyCounts, quota: Allowance, reserved: int, used: int, reserved_at: float, now: float) -> KeyCounts:
     """Returns the counts after a request that reserved ``reserved`` tokens at ``reserved_at`` and used ``used``.
 
     After a minute nothing is returned: the bucket has refilled the whole reservation. Tokens used beyond it are owed.
@@ -106,10 +106,10 @@ def settle(counts: Counts, quota: Allowance, reserved: int, used: int, reserved_
     return now_used._replace(tokens=tokens)
 
 
-def charge(counts: Counts, quota: Allowance, requests: float, tokens: float, now: float) -> Counts:
+def charge(counts: KeyCounts, quota: Allowance, requests: float, tokens: float, now: float) -> KeyCounts:
     """Returns the counts after what the key has used elsewhere; negative ``tokens`` were returned there."""
     now_used = refill(counts, quota, now)
-    return Counts(
+    return KeyCounts(
         now_used.at,
         _charged(now_used.requests, quota.requests_per_minute, requests),
         _charged(now_used.tokens, quota.tokens_per_minute, tokens),
@@ -120,7 +120,7 @@ def _charged(used: float, per_minute: int | None, more: float) -> float:
     return 0.0 if per_minute is None else min(max(0.0, used + more), DEBT * per_minute)
 
 
-def remaining(counts: Counts, quota: Allowance, now: float) -> tuple[Remaining | None, Remaining | None]:
+def remaining(counts: KeyCounts, quota: Allowance, now: float) -> tuple[Remaining | None, Remaining | None]:
     """Returns what remains of requests and of tokens; None without a limit."""
     now_used = refill(counts, quota, now)
     return (

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from orchestrator.advise.candidates import Candidate, Question, candidates
+from orchestrator.advise.candidates import SizingCandidate, SizingQuestion, candidates
 from orchestrator.process.failure import Failed
 from orchestrator.revisions.checkpoint_reader import CheckpointFacts, read_facts
 from orchestrator.revisions.spec_file import SpecFile, judge, this_machine
@@ -46,7 +46,7 @@ SPARE = 1.5  # replicas that are tried, as a multiple of those that have the cap
 class Line:
     """A candidate under the load. Times are in milliseconds, sizes in GiB."""
 
-    candidate: Candidate
+    candidate: SizingCandidate
     hosts: int
     replicas: int
     per_host: int  # the most replicas of a host
@@ -110,13 +110,13 @@ class LeftOut(Exception):
 class Advice:
     """The efficient lines, cheapest first, and the candidates that were left out, by the id of the reason."""
 
-    question: Question
+    question: SizingQuestion
     lines: tuple[Line, ...]
     compared: int
-    left_out: dict[str, list[tuple[Candidate, LeftOut]]]
+    left_out: dict[str, list[tuple[SizingCandidate, LeftOut]]]
 
 
-def advise(question: Question) -> Advice:
+def advise(question: SizingQuestion) -> Advice:
     """Returns the efficient ways to serve a model.
 
     1. A candidate is left out if `check` finds an error in its spec, or `plan` places no replica of it.
@@ -131,7 +131,7 @@ def advise(question: Question) -> Advice:
     """
     comparison = _Comparison(question)
     lines: list[Line] = []
-    left_out: dict[str, list[tuple[Candidate, LeftOut]]] = {}
+    left_out: dict[str, list[tuple[SizingCandidate, LeftOut]]] = {}
     count = 0
     for candidate in candidates(question, comparison.checkpoint):
         count += 1
@@ -160,13 +160,13 @@ def frontier(lines: Iterable[Line]) -> list[Line]:
 
 @dataclass
 class _Comparison:
-    question: Question
+    question: SizingQuestion
     capacities: dict[tuple[object, ...], float] = field(default_factory=dict)  # requests/s of a replica, by shape
     runs: dict[tuple[object, ...], Measured] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         question = self.question
-        first = Candidate(question, question.instances[0], 1, 1, quantized=False, padded=False)
+        first = SizingCandidate(question, question.instances[0], 1, 1, quantized=False, padded=False)
         text = first.spec(1, 1)
         parsed = parse(text, question.name, ".")
         if parsed.spec is None or not parsed.ok:
@@ -179,7 +179,7 @@ class _Comparison:
             raise Failed(problem.id, problem.what, "pass a folder with config.json, a hub id or s3://BUCKET/PREFIX")
         self.checkpoint = self.facts.checkpoints[question.name]
 
-    def line(self, candidate: Candidate) -> Line:
+    def line(self, candidate: SizingCandidate) -> Line:
         """Raises LeftOut."""
         question = self.question
         most = TOPOLOGIES[candidate.instance].cores // candidate.tp_degree
@@ -218,7 +218,7 @@ class _Comparison:
             speed,
         )
 
-    def _file(self, candidate: Candidate, replicas: int, hosts: int) -> SpecFile:
+    def _file(self, candidate: SizingCandidate, replicas: int, hosts: int) -> SpecFile:
         text = candidate.spec(replicas, hosts)
         file = judge(parse(text, self.question.name, "."), text, self.question.name, ".", self.machine, self.facts)
         if has_errors(file.problems):
@@ -247,7 +247,7 @@ class _Comparison:
         if question.tpot_ms is not None and step > question.tpot_ms:
             raise LeftOut("tpot", f"a step takes up to {step:.1f} ms", step)
 
-    def _capacity(self, candidate: Candidate, file: SpecFile, model: SimModel) -> float:
+    def _capacity(self, candidate: SizingCandidate, file: SpecFile, model: SimModel) -> float:
         """Returns the requests/s that one replica serves if its slots are never free."""
         if candidate.shape not in self.capacities:
             question, count = self.question, ROUNDS * model.slots
@@ -259,7 +259,7 @@ class _Comparison:
         return self.capacities[candidate.shape]
 
     def _loaded(
-        self, candidate: Candidate, model: SimModel, per_host: int, capacity: float, rps: float
+        self, candidate: SizingCandidate, model: SimModel, per_host: int, capacity: float, rps: float
     ) -> tuple[int, Measured]:
         """Returns the number of replicas that the load needs, and what was measured with them. Raises LeftOut."""
         if self.question.rps is None:
@@ -274,7 +274,7 @@ class _Comparison:
         within = measured.attainment
         raise LeftOut("load", f"{within:.0%} of the requests are within the limits", -within)
 
-    def _run(self, candidate: Candidate, model: SimModel, per_host: int, replicas: int, rps: float) -> Measured:
+    def _run(self, candidate: SizingCandidate, model: SimModel, per_host: int, replicas: int, rps: float) -> Measured:
         """Simulates the load on so many replicas."""
         question = self.question
         key = (*candidate.shape, replicas, rps)

@@ -18,7 +18,7 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64)
 
 
 @dataclass(frozen=True)
-class Question:
+class SizingQuestion:
     """A model and its load. Lengths are in tokens, prices in dollars an hour by instance type."""
 
     source: str
@@ -48,10 +48,10 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class SizingCandidate:
     """A way to serve the model."""
 
-    question: Question
+    question: SizingQuestion
     instance: str
     tp_degree: int
     max_batch: int
@@ -91,7 +91,7 @@ class Candidate:
         )
 
 
-def candidates(question: Question, checkpoint: Checkpoint) -> Iterator[Candidate]:
+def candidates(question: SizingQuestion, checkpoint: Checkpoint) -> Iterator[SizingCandidate]:
     """Yields every combination of instance type, degree, type of weights and batch, small batches first."""
     for instance in question.instances:
         topology = TOPOLOGIES[instance]
@@ -101,4 +101,4 @@ def candidates(question: Question, checkpoint: Checkpoint) -> Iterator[Candidate
                 continue
             for quantized in (False,) if question.as_is else (False, True):
                 for batch in question.batches or BATCHES:
-                    yield Candidate(question, instance, tp, batch, quantized, padded)
+                    yield SizingCandidate(question, instance, tp, batch, quantized, padded)

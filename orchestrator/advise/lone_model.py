@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from orchestrator.advise.advice import advise
-from orchestrator.advise.candidates import Question
+from orchestrator.advise.candidates import SizingQuestion
 from orchestrator.process.failure import Failed
 
 CHOSEN = ("tp_degree", "allow_head_padding", "max_batch", "replicas")
@@ -21,7 +21,7 @@ def advised(source: str, instance: str, max_len: int) -> dict[str, Any] | None:
     in no other way. Takes up to 3 s of one core."""
     output = min(OUTPUT_TOKENS, max(1, max_len // 4))
     prompt = min(PROMPT_TOKENS, max(1, max_len - output))
-    padded = Question(source, "auto", (instance,), prompt, output, max_len)
+    padded = SizingQuestion(source, "auto", (instance,), prompt, output, max_len)
     for question in (replace(padded, as_is=True), padded):
         try:
             lines = advise(question).lines

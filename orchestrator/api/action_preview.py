@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any, Literal
 
 from orchestrator.api.fleet_operation import FleetOperation
-from orchestrator.api.refused import Refused
+from orchestrator.api.refused import OperationRefused
 from orchestrator.rollout.changes import replica_changes
 from orchestrator.rollout.host_drain import refusal, without_host
 from orchestrator.rollout.rollout_step import Goal, Situation, compute_goal
@@ -62,7 +62,7 @@ class ActionPreview(FleetOperation):
             return counts.desired(model) or max(model.replicas.min, 1)
         if count is not None and count > model.replicas.max:
             what = f"{name}: {count} replicas are more than the spec's max of {model.replicas.max}"
-            raise Refused("scale-over-max", what, "raise replicas.max in the spec and apply it")
+            raise OperationRefused("scale-over-max", what, "raise replicas.max in the spec and apply it")
         return counts.target(model) if count is None else count
 
     def _starts_of(self, action: Manual, target: str) -> frozenset[tuple[str, int]]:

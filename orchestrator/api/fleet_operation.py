@@ -8,7 +8,7 @@ from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from orchestrator.access.source_policy import allowed_by_setting
-from orchestrator.api.refused import Refused
+from orchestrator.api.refused import OperationRefused
 from orchestrator.control.controller import Controller
 from orchestrator.fleet.effects import ClusterClient
 from orchestrator.fleet.replica_states import LEAVING
@@ -40,10 +40,10 @@ def exclusive(
     return shielded
 
 
-def missing_object(id: str, name: str, names: Sequence[str]) -> Refused:
+def missing_object(id: str, name: str, names: Sequence[str]) -> OperationRefused:
     kind = id.removesuffix("-unknown")
     hint = f"existing {kind}s: {', '.join(names) or 'none'}"
-    return Refused(id, f"there is no {kind} {name}", hint, status=404)
+    return OperationRefused(id, f"there is no {kind} {name}", hint, status=404)
 
 
 class FleetOperation:
@@ -68,14 +68,14 @@ class FleetOperation:
         """Refuses changes of models or replicas while the newest revision is unknown."""
         hold = self._state.hold
         if hold is not None:
-            raise Refused(hold.id, hold.what, hold.hint)
+            raise OperationRefused(hold.id, hold.what, hold.hint)
 
     def _refuse_frozen(self, verb: str) -> None:
         self._refuse_on_hold()
         if self._state.frozen:
             now = rollout_state(self._state)[0]
             what = f"the rollout is {now}, so a {verb} would replace nothing"
-            raise Refused("rollout-paused", what, "run corewright rollout resume or rollout undo first")
+            raise OperationRefused("rollout-paused", what, "run corewright rollout resume or rollout undo first")
 
     def _view(self, target: str) -> ReplicaView:
         """Returns the replica that a drain names. Raises Refused."""
@@ -83,7 +83,7 @@ class FleetOperation:
         if view is None:
             targets = ", ".join([host.name for host in self._state.hosts] + sorted(self._state.views))
             what = f"there is no host or replica {target}"
-            raise Refused("target-unknown", what, f"hosts and replicas: {targets}", status=404)
+            raise OperationRefused("target-unknown", what, f"hosts and replicas: {targets}", status=404)
         return view
 
     def _refuse_changed(self, check_index: int | None) -> None:
@@ -91,7 +91,7 @@ class FleetOperation:
         index = self._state.records.state.index
         if check_index is not None and check_index != index:
             what = f"the fleet's index is {index}, not {check_index}: the fleet has changed since the preview"
-            raise Refused("index-changed", what, "preview the change again")
+            raise OperationRefused("index-changed", what, "preview the change again")
 
     def _model(self, name: str) -> ModelSpec:
         model = self._state.current.spec.model(name)
@@ -107,6 +107,8 @@ class FleetOperation:
         except JournalUnwritable as error:
             what = f"the journal cannot be written: {error.strerror}"
             if isinstance(error, JournalLost):
-                raise Refused("journal-lost", what, "corewright down, then corewright up SPEC", status=507) from None
+                raise OperationRefused(
+                    "journal-lost", what, "corewright down, then corewright up SPEC", status=507
+                ) from None
             hint = "free disk space; running replicas are not affected"
-            raise Refused("journal-unwritable", what, hint, status=507) from None
+            raise OperationRefused("journal-unwritable", what, hint, status=507) from None

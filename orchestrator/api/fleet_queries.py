@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.api.fleet_operation import FleetOperation, missing_object
-from orchestrator.api.refused import Refused
+from orchestrator.api.refused import OperationRefused
 from orchestrator.console.playground import Entrance
 from orchestrator.fleet.fleet_status import FleetStatus
 from orchestrator.fleet.replica_states import LEAVING
@@ -75,7 +75,7 @@ class FleetQueries(FleetOperation):
             page = await self._state.in_thread(read_page, folder, after, limit)
         except ValueError as error:
             hint = "use the `next` of an earlier response, or omit it"
-            raise Refused("trace-cursor-wrong", str(error), hint, status=400) from None
+            raise OperationRefused("trace-cursor-wrong", str(error), hint, status=400) from None
         loads, current = self._controller.scaler.load_times(), self._state.current
         speeds = {
             model.name: {

@@ -12,7 +12,7 @@ from pathlib import Path
 import yaml
 
 from orchestrator.api.operator import Operator
-from orchestrator.api.refused import Refused
+from orchestrator.api.refused import OperationRefused
 from orchestrator.control.controller import Controller
 from orchestrator.fleet.effects import ClusterClient
 from orchestrator.fleet.hosting import Hosting
@@ -134,7 +134,7 @@ class HostedModels(Operator):
                 if added is not None and (missing := await self._missing(added, read[1])):
                     return Hosting(NO_ROOM, f"no room beside the other models: {missing}")
                 await self._install(*read, None, over=current.number)
-            except Refused as error:
+            except OperationRefused as error:
                 if error.problem.id == "index-changed":
                     continue
                 return _refusal(error)
@@ -165,7 +165,7 @@ def _without(name: str, spec: Fields) -> Hosting | None:
     return None
 
 
-def _refusal(error: Refused) -> Hosting:
+def _refusal(error: OperationRefused) -> Hosting:
     problems = "; ".join(problem.what for problem in error.problems if problem.severity == "error")
     if error.problem.id == "never-fits":
         return Hosting(NO_ROOM, f"no room beside the other models: {problems}")

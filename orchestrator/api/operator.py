@@ -14,7 +14,7 @@ import msgspec
 from orchestrator.api.action_preview import ActionPreview
 from orchestrator.api.fleet_operation import exclusive
 from orchestrator.api.fleet_queries import FleetQueries
-from orchestrator.api.refused import Refused
+from orchestrator.api.refused import OperationRefused
 from orchestrator.api.replica_operations import ReplicaOperations
 from orchestrator.api.rollout_operations import changes_text
 from orchestrator.api.spec_preview import Outlook, SpecPreview
@@ -59,11 +59,11 @@ class Operator(SpecPreview, ActionPreview, ReplicaOperations, FleetQueries):
         state = self._state
         if over is not None and over != state.current.number:
             what = f"revision {state.current.number} was applied meanwhile"
-            raise Refused("index-changed", what, "repeat the request")
+            raise OperationRefused("index-changed", what, "repeat the request")
         index = state.records.state.index
         if check_index is not None and check_index != index:
             what = f"the fleet's index is {index}, not {check_index}: the fleet has changed since the plan"
-            raise Refused("index-changed", what, "run corewright plan SPEC again")
+            raise OperationRefused("index-changed", what, "run corewright plan SPEC again")
         outlook = await self._outlook(generation)
         proposal = await self._proposal(spec_file, generation, outlook)
         revision = generation.revision
@@ -93,14 +93,14 @@ def _refuse_impossible(outlook: Outlook, generation: ResolvedRevision) -> None:
     for name, choice in outlook.choices.items():
         if not choice.possible:
             what = f"{name}: update.strategy is {choice.strategy}, and {choice.why}"
-            raise Refused("update-impossible", what, "update: {strategy: auto}")
+            raise OperationRefused("update-impossible", what, "update: {strategy: auto}")
     if generation.revision.canary is None:
         return
     for name, choice in outlook.choices.items():
         desired = outlook.situation.desired_models[name]
         if not desired.mixes:
             what = f"{name}: the tokenizer changes, so the two versions cannot share requests"
-            raise Refused("canary-impossible", what, "apply without --canary")
+            raise OperationRefused("canary-impossible", what, "apply without --canary")
         if choice.strategy != "surge" and desired.count < 2:
             what = f"{name}: there is no room for a canary beside its only replica: {choice.why}"
-            raise Refused("canary-impossible", what, "apply without --canary, or free some cores")
+            raise OperationRefused("canary-impossible", what, "apply without --canary, or free some cores")

@@ -8,7 +8,7 @@ from orchestrator.process.failure import Failed
 from placements.spec.problems import Problem
 
 
-class Refused(Failed):
+class OperationRefused(Failed):
     """An operation that was refused and has changed nothing; ``problems`` are those of the spec, if there is one."""
 
     def __init__(self, id: str, what: str, hint: str, *, status: int = 409, problems: Sequence[Problem] = ()) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from orchestrator.api.fleet_operation import exclusive, missing_object
-from orchestrator.api.refused import Refused
+from orchestrator.api.refused import OperationRefused
 from orchestrator.api.rollout_operations import RolloutOperations
 from orchestrator.fleet.fleet_status import HostInFleet
 from orchestrator.records.journal_records import Cordon, Departure, Scale
@@ -28,7 +28,7 @@ class ReplicaOperations(RolloutOperations):
         spec = self._model(model)
         if count is not None and count > spec.replicas.max:
             what = f"{model}: {count} replicas are more than the spec's max of {spec.replicas.max}"
-            raise Refused("scale-over-max", what, "raise replicas.max in the spec and apply it")
+            raise OperationRefused("scale-over-max", what, "raise replicas.max in the spec and apply it")
         before = self._state.counts.desired(spec)
         await self._write(Scale(model=model, count=count, by=by))
         self._state.counts.woken.discard(model)
@@ -69,11 +69,13 @@ class ReplicaOperations(RolloutOperations):
         chosen = self._cores_of(host, cores)
         if chosen is not None and not on and self._state.records.state.cordons.get(host) == "whole":
             what = f"{host} is cordoned as a whole: single cores cannot be uncordoned"
-            raise Refused("cordoned-whole", what, f"run corewright uncordon {host}, then cordon the other cores")
+            raise OperationRefused(
+                "cordoned-whole", what, f"run corewright uncordon {host}, then cordon the other cores"
+            )
         departure = self._state.records.state.departures.get(host)
         if departure is not None and not on and departure.noticed:
             what = f"{host} ends: {departure.cause}"
-            raise Refused("host-leaving", what, "it is uncordoned when the notice is over")
+            raise OperationRefused("host-leaving", what, "it is uncordoned when the notice is over")
         await self._write(Cordon(host=host, cores=chosen, on=on, by=by))
         if departure is not None and not on:
             await self._write(Departure(host=host, on=False))
@@ -115,7 +117,9 @@ class ReplicaOperations(RolloutOperations):
             return self._host_status(target)
         view = self._view(target)
         if deadline_s is not None:
-            raise Refused("deadline-of-replica", f"{target} is not a host", "deadline_s is for hosts", status=422)
+            raise OperationRefused(
+                "deadline-of-replica", f"{target} is not a host", "deadline_s is for hosts", status=422
+            )
         await self._replace(view, by)
         await self._set_rollout("progressing", f"{view.id} is replaced, by {by}", "RolloutRestarted")
         return {"replica": view.id, "epoch": view.epoch}
@@ -124,7 +128,9 @@ class ReplicaOperations(RolloutOperations):
         """Refuses to drain a host whose ready replicas do not fit on the others; ``partly``: not one of a model."""
         missing = await self._state.in_thread(refusal, self._state.situation(), host, partly=partly)
         if missing is not None:
-            raise Refused("drain-no-room", f"{host} cannot be drained: {missing}", "scale down or unload a model first")
+            raise OperationRefused(
+                "drain-no-room", f"{host} cannot be drained: {missing}", "scale down or unload a model first"
+            )
 
     def _cores_of(self, host: str, cores: str | None) -> list[int] | None:
         machine = next((candidate for candidate in self._state.hosts if candidate.name == host), None)
@@ -135,10 +141,12 @@ class ReplicaOperations(RolloutOperations):
         try:
             chosen = CoreRange.parse(cores)
         except ValueError as error:
-            raise Refused("bad-range", str(error), "use a core or a range, like 3 or 4-7", status=422) from None
+            raise OperationRefused(
+                "bad-range", str(error), "use a core or a range, like 3 or 4-7", status=422
+            ) from None
         if chosen.last >= machine.cores:
             what = f"{cores} is not on {host}, which has the cores 0-{machine.cores - 1}"
-            raise Refused("bad-range", what, "corewright get hosts lists the hosts", status=422)
+            raise OperationRefused("bad-range", what, "corewright get hosts lists the hosts", status=422)
         return list(chosen)
 
     def _host_status(self, name: str) -> HostInFleet:

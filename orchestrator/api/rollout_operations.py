@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from orchestrator.api.fleet_operation import FleetOperation, exclusive
-from orchestrator.api.refused import Refused
+from orchestrator.api.refused import OperationRefused
 from orchestrator.control.status import rollout
 from orchestrator.fleet.fleet_status import RolloutReport
 from orchestrator.fleet.snapshot import ReplicaView
@@ -54,7 +54,7 @@ class RolloutOperations(FleetOperation):
         if number not in revisions:
             what = f"there is no revision {number}"
             hint = f"existing revisions: {min(revisions)} to {max(revisions)}" if revisions else "the journal has none"
-            raise Refused("revision-unknown", what, hint, status=404)
+            raise OperationRefused("revision-unknown", what, hint, status=404)
         return revisions[number]
 
     def _revision_row(self, revision: Revision) -> dict[str, Any]:
@@ -82,7 +82,7 @@ class RolloutOperations(FleetOperation):
         if not previous:
             what = f"no revision before {self._state.current.number} differs from it and did not fail"
             hint = "choose one of corewright rollout history: corewright rollout undo --to REVISION"
-            raise Refused("nothing-to-undo", what, hint)
+            raise OperationRefused("nothing-to-undo", what, hint)
         return previous[0]
 
     def _earlier_revisions(self) -> tuple[list[int], list[int]]:
@@ -108,7 +108,9 @@ class RolloutOperations(FleetOperation):
         self._refuse_on_hold()
         now, _ = rollout_state(self._state)
         if now not in ("progressing", "canary"):
-            raise Refused("rollout-not-running", f"the rollout is {now}: there is nothing to pause", ROLLOUT_STATUS)
+            raise OperationRefused(
+                "rollout-not-running", f"the rollout is {now}: there is nothing to pause", ROLLOUT_STATUS
+            )
         return await self._set_rollout("paused", f"by {by}", "RolloutPaused")
 
     @exclusive
@@ -116,7 +118,9 @@ class RolloutOperations(FleetOperation):
         self._refuse_on_hold()
         now, _ = rollout_state(self._state)
         if now not in ("paused", "failed"):
-            raise Refused("rollout-not-paused", f"the rollout is {now}: there is nothing to resume", ROLLOUT_STATUS)
+            raise OperationRefused(
+                "rollout-not-paused", f"the rollout is {now}: there is nothing to resume", ROLLOUT_STATUS
+            )
         self._controller.reset_failures()
         return await self._set_rollout("progressing", f"resumed by {by}", "RolloutResumed")
 
@@ -125,7 +129,7 @@ class RolloutOperations(FleetOperation):
         """Ends the canary: the rollout continues with every replica."""
         self._refuse_on_hold()
         if not self._state.in_canary:
-            raise Refused("no-canary", "there is no canary", "start one: corewright apply --canary SHARE SPEC")
+            raise OperationRefused("no-canary", "there is no canary", "start one: corewright apply --canary SHARE SPEC")
         return await self._set_rollout("progressing", f"promoted by {by}", "CanaryPromoted", promoted=True)
 
     async def _set_rollout(self, rollout_state: Any, reason: str, event: str, promoted: bool = False) -> RolloutReport:

@@ -21,7 +21,7 @@ from orchestrator.access.audit_log import Audit
 from orchestrator.access.keys import ApiKey, KeyFile
 from orchestrator.access.source_policy import allowed_to_keys
 from orchestrator.api.operator import Operator
-from orchestrator.api.refused import Refused
+from orchestrator.api.refused import OperationRefused
 from orchestrator.api.routes import ROUTES, AdminRequest, AdminRoute
 from orchestrator.api.schemas import Reason, Refusal, SpecProblem, SpecText, UndoTarget
 from orchestrator.console.fleet_feed import FleetFeed
@@ -142,7 +142,7 @@ class AdminApi:
             log.warning("refused %s to the key %s %s: it does not have the scope admin", path, key.id, key.name)
             what = f"the key {key.name} does not have the scope admin"
             hint = "create one that has: corewright keys create NAME --scope admin"
-            raise _error_of(Refused("key-without-admin", what, hint), 403)
+            raise _error_of(OperationRefused("key-without-admin", what, hint), 403)
         return key
 
     async def _answer(
@@ -208,19 +208,19 @@ def _check_sources(spec: SpecText, settings: ControllerSettings) -> None:
     if problems:
         what = f"{spec.file} names sources or programs that an API key may not use"
         hint = "apply it on the fleet's host, with the token of fleet.json"
-        raise Refused("spec-invalid", what, hint, status=422, problems=problems)
+        raise OperationRefused("spec-invalid", what, hint, status=422, problems=problems)
 
 
 def _error_of(failed: Failed, status: int) -> ApiError:
     problem = failed.problem
-    problems = failed.problems if isinstance(failed, Refused) else ()
+    problems = failed.problems if isinstance(failed, OperationRefused) else ()
     return _Error(status, code=problem.id, message=problem.what, hint=problem.hint, problems=problems)
 
 
 def _response_to(route: AdminRoute, error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, Refused):
+    if isinstance(error, OperationRefused):
         return _error_of(error, error.status)
     if isinstance(error, Failed):
         return _error_of(error, 507 if error.problem.id == "audit-unwritable" else 500)

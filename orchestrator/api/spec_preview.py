@@ -12,7 +12,7 @@ import msgspec
 
 from orchestrator.access.source_policy import BARRED
 from orchestrator.api.fleet_operation import FleetOperation, missing_object
-from orchestrator.api.refused import Refused
+from orchestrator.api.refused import OperationRefused
 from orchestrator.fleet.replica_states import LEAVING
 from orchestrator.records.journal_records import Revision
 from orchestrator.revisions.resolved_revision import ResolvedRevision, resolve_revision
@@ -71,7 +71,7 @@ class SpecPreview(FleetOperation):
         barred = [problem for problem in spec_file.problems if problem.id in BARRED]
         if spec_file.spec is None or barred:
             what = f"{file} names sources or programs that are not allowed" if barred else f"{file} is not a spec"
-            raise Refused("spec-invalid", what, VALIDATE, status=422, problems=spec_file.problems)
+            raise OperationRefused("spec-invalid", what, VALIDATE, status=422, problems=spec_file.problems)
         self._refuse_other_hosts(spec_file)
         spec = spec_file.spec.model(model)
         if spec is None:
@@ -127,13 +127,13 @@ class SpecPreview(FleetOperation):
         if spec_file.spec is None or has_errors(problems):
             count = sum(problem.severity == "error" for problem in problems)
             what = f"{file} has {counted(count, 'error')}: nothing was applied"
-            raise Refused("spec-invalid", what, VALIDATE, status=422, problems=problems)
+            raise OperationRefused("spec-invalid", what, VALIDATE, status=422, problems=problems)
         empty_fleet = await state.in_thread(plan, spec_file.spec, spec_file.hosts, spec_file.checkpoints)
         missing = [problem for group in empty_fleet.unplaced if group.required for problem in group.problems]
         if missing:
             what = f"{file} does not fit even on an empty fleet"
             hint = "reduce the replicas or the tp_degree, or add hosts"
-            raise Refused("never-fits", what, hint, status=422, problems=missing)
+            raise OperationRefused("never-fits", what, hint, status=422, problems=missing)
         revision = Revision(
             number=state.next_number,
             fleet=self.settings.fleet,
@@ -161,7 +161,7 @@ class SpecPreview(FleetOperation):
     def _refuse_other_hosts(self, spec_file: SpecFile) -> None:
         if _machines(spec_file.hosts) != _machines(self._state.hosts):
             what = f"the hosts of {spec_file.name} are not the hosts of this fleet"
-            raise Refused(
+            raise OperationRefused(
                 "hosts-changed", what, "restart the fleet with corewright down and up, which starts its nodes"
             )
 

@@ -38,7 +38,7 @@ class RequestFailed(Failed):
         self.status, self.error = status, error
 
 
-class Usage(msgspec.Struct, frozen=True):
+class TokenUsage(msgspec.Struct, frozen=True):
     """The tokens of a complete answer, as the server counts them."""
 
     prompt_tokens: int
@@ -115,7 +115,7 @@ def _parsed(url: str) -> SplitResult:
 
 
 @dataclass(frozen=True)
-class Server:
+class MeasuredServer:
     """One model of a server, created by ``find``."""
 
     connection: Connection
@@ -126,7 +126,7 @@ class Server:
     extensions: tuple[str, ...]  # the accepted fields for an exact number of output tokens
 
     @classmethod
-    async def find(cls, connection: Connection, model: str | None, *, chat: bool, timeout_s: float) -> Server:
+    async def find(cls, connection: Connection, model: str | None, *, chat: bool, timeout_s: float) -> MeasuredServer:
         """Finds the model, and the extensions that the server accepts. Raises Failed `bench-unreachable`,
         `bench-model-unknown` or `bench-refused`."""
         models = await _models(connection)
@@ -155,7 +155,7 @@ class Server:
     def refused(self) -> tuple[str, ...]:
         return tuple(name for name in EXTENSIONS[0] if name not in self.extensions)
 
-    async def complete(self, words: int, output: int) -> Usage:
+    async def complete(self, words: int, output: int) -> TokenUsage:
         """Completes a new prompt of so many words greedily, to ``output`` tokens. Prompts are random, so that prefix
         caches have no effect. Raises RequestFailed."""
         text = " ".join(random.choices(WORDS, k=words))
@@ -164,7 +164,7 @@ class Server:
         body = {"model": self.model, **prompt, "max_tokens": output, "temperature": 0, **extensions}
         fields = await self.connection.request("POST", self.path, body, timeout_s=self.timeout_s)
         try:
-            return msgspec.convert(fields.get("usage"), Usage)
+            return msgspec.convert(fields.get("usage"), TokenUsage)
         except msgspec.ValidationError as error:
             request = f"{self.path} of {self.connection.url}"
             raise RequestFailed(request, 200, f"malformed: `usage` of the response: {error}") from None

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from orchestrator.bench.server import RequestFailed, Server, Usage
+from orchestrator.bench.server import MeasuredServer, RequestFailed, TokenUsage
 from orchestrator.process.text_table import columns
 
 SHARES = (25, 50, 75)  # per cent of the length, as https://huggingface.co/blog/inferentia-llama2
@@ -116,7 +116,9 @@ class Sweep:
         return "\n\n".join([title, columns(HEADER, rows), *(["\n".join(notes)] if notes else [])])
 
 
-async def sweep(server: Server, length: int, batches: Sequence[int], rounds: int, say: Callable[[str], None]) -> Sweep:
+async def sweep(
+    server: MeasuredServer, length: int, batches: Sequence[int], rounds: int, say: Callable[[str], None]
+) -> Sweep:
     """Measures every cell, one after the other. Raises Failed `bench-refused` if the server does not count tokens."""
     prompts = await server.prompts([max(1, length * share // 100) for share in SHARES])
     cells = []
@@ -131,17 +133,17 @@ async def sweep(server: Server, length: int, batches: Sequence[int], rounds: int
     return Sweep(server.connection.url, server.model, length, rounds, server.refused, tuple(cells))
 
 
-async def _round(server: Server, words: int, output: int, batch: int) -> Round:
+async def _round(server: MeasuredServer, words: int, output: int, batch: int) -> Round:
     began = time.monotonic()
     answers = await asyncio.gather(*(_answer(server, words, output) for _ in range(batch)))
     latency_s = time.monotonic() - began
-    complete = [answer for answer in answers if isinstance(answer, Usage)]
+    complete = [answer for answer in answers if isinstance(answer, TokenUsage)]
     errors = tuple(answer for answer in answers if isinstance(answer, str))
     prompt_tokens = sum(usage.prompt_tokens for usage in complete)
     return Round(latency_s, prompt_tokens, sum(usage.completion_tokens for usage in complete), errors)
 
 
-async def _answer(server: Server, words: int, output: int) -> Usage | str:
+async def _answer(server: MeasuredServer, words: int, output: int) -> TokenUsage | str:
     try:
         return await server.complete(words, output)
     except RequestFailed as failed:

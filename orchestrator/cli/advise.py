@@ -11,7 +11,7 @@ from typer.core import TyperGroup
 
 from orchestrator.advise.advice import advise
 from orchestrator.advise.buckets import BucketAdvice, advise_buckets
-from orchestrator.advise.candidates import Question
+from orchestrator.advise.candidates import SizingQuestion
 from orchestrator.advise.report import advice_data, advice_text, buckets_data, buckets_text
 from orchestrator.cli.app import FAILED, FormatOption, OfflineOption, SpeedsOption, app, bad_parameter
 from orchestrator.cli.client import find_fleet
@@ -99,7 +99,7 @@ def advise_model(
 ) -> None:
     """Show the efficient ways to serve a model under a load, cheapest first."""
     priced = {} if prices is None else _prices(prices)
-    question = Question(
+    question = SizingQuestion(
         str(Path(model).absolute()) if is_path(model) and not model.startswith("~") else model,
         _engine(engine),
         _instances(instance or [FAMILY], priced),

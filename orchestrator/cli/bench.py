@@ -59,7 +59,7 @@ def bench(
     output: FormatOption = Format.TABLE,
 ) -> None:
     """Measure latency and tokens/s of any OpenAI-compatible server, for prompts of 25, 50 and 75 % of a length."""
-    from orchestrator.bench.server import Server, connected  # they import aiohttp, which `--help` does not need
+    from orchestrator.bench.server import MeasuredServer, connected  # they import aiohttp, which `--help` does not need
     from orchestrator.bench.sweep import Sweep, sweep
 
     batches = [int(part) for part in batch.split(",") if part.isascii() and part.isdecimal() and 0 < len(part) < 5]
@@ -72,7 +72,7 @@ def bench(
 
     async def measure() -> Sweep:
         async with connected(target, key, address) as connection:
-            server = await Server.find(connection, model, chat=chat, timeout_s=timeout)
+            server = await MeasuredServer.find(connection, model, chat=chat, timeout_s=timeout)
             total = length or min(DEFAULT_LENGTH, server.max_len or DEFAULT_LENGTH)
             return await sweep(server, total, list(dict.fromkeys(batches)), rounds, say)
 

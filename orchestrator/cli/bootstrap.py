@@ -47,7 +47,7 @@ class ModelEntry(NamedTuple):
     reason: str = ""
 
 
-class Step(NamedTuple):
+class BootstrapStep(NamedTuple):
     """A step: its title, lines to run or to write, and remarks on them."""
 
     title: str
@@ -56,7 +56,7 @@ class Step(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Situation:
+class MachineSituation:
     """What the steps depend on."""
 
     corewright: str
@@ -78,7 +78,7 @@ class Bootstrap:
     environment: Environment | None = None
     engines: tuple[EngineEntry, ...] = ()
     models: tuple[ModelEntry, ...] = ()
-    steps: tuple[Step, ...] = ()
+    steps: tuple[BootstrapStep, ...] = ()
     problems: tuple[Problem, ...] = field(default=())
 
     def as_dict(self) -> dict[str, Any]:
@@ -112,7 +112,7 @@ class Bootstrap:
         return "\n".join(lines)
 
 
-def bootstrap(situation: Situation) -> Bootstrap:
+def bootstrap(situation: MachineSituation) -> Bootstrap:
     """Returns the steps to a fleet.
 
     1. The release of the SDK: as named; else of the releases whose image has every engine of the spec, or else NxD
@@ -179,11 +179,11 @@ def _served(model: ModelReading, engines: Sequence[EngineEntry]) -> ModelEntry:
 
 
 def _steps(
-    situation: Situation,
+    situation: MachineSituation,
     image: tuple[str, Sdk, Environment],
     used: set[Engine | None],
     engines: Sequence[EngineEntry],
-) -> list[Step]:
+) -> list[BootstrapStep]:
     """Returns the steps to a fleet on an image: the instance type, the release, and the fleet's environment.
 
     ``used``: the engines of the spec's models.
@@ -194,13 +194,13 @@ def _steps(
     steps = [_image(situation, sdk, environment)]
     if environment.engine == "vllm":  # its Python stays as it is
         commands = ("python3 -m venv ~/corewright", "source ~/corewright/bin/activate", f"pip install '{wheel}'")
-        steps.append(Step("Install corewright into an environment of its own", commands, (BUILD,)))
+        steps.append(BootstrapStep("Install corewright into an environment of its own", commands, (BUILD,)))
     else:
         versions = {"Python": environment.python, "torch": environment.torch}
         versions[environment.engine] = environment.version_in(sdk)
         contents = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
         activate = (f"source {environment.path}/bin/activate",)
-        steps.append(Step("Activate the engine's environment", activate, (contents,)))
+        steps.append(BootstrapStep("Activate the engine's environment", activate, (contents,)))
         commands = (
             "pip list --format=freeze | grep -v '^corewright==' > image.txt",
             f"pip install --dry-run -c image.txt '{wheel}'",
@@ -208,21 +208,21 @@ def _steps(
         )
         conflict = "If the dry run reports a conflict, stop: corewright must not change the engine's packages."
         title = "Check that no package of the image changes, then install corewright"
-        steps.append(Step(title, commands, (BUILD, conflict)))
+        steps.append(BootstrapStep(title, commands, (BUILD, conflict)))
     own = f"{environment.path}/bin/python" if environment.engine != "vllm" else ""
     others = [entry for entry in engines if entry.works and entry.python != own and (not used or entry.engine in used)]
     if others:
         lines = ("engines:", *(f"  {entry.engine}: {{{_settings(entry, instance)}}}" for entry in others))
         remarks = tuple(f"Steps 2 and 3 also for {entry.engine}." for entry in others if entry.engine != "vllm")
-        steps.append(Step("Set the interpreters of other engines in the spec", lines, remarks))
+        steps.append(BootstrapStep("Set the interpreters of other engines in the spec", lines, remarks))
     verbs = ("doctor", "up") if environment.engine == "vllm" else ("doctor", "compile", "up")
     start = tuple(f"corewright {verb} {spec}" for verb in verbs)
-    steps.append(Step("Check the machine, and start the fleet", start))
+    steps.append(BootstrapStep("Check the machine, and start the fleet", start))
     if situation.here is None:
         commands = ("make venv", f".venv/bin/corewright plan {spec}", f".venv/bin/corewright up {spec}")
         remark = f"With `hosts: {{emulate: {instance}}}` and `defaults: {{engine: cpu}}` in the spec."
         title = "Without such a machine: emulate its cores here, in a clone of the repository"
-        steps.append(Step(title, commands, (remark,)))
+        steps.append(BootstrapStep(title, commands, (remark,)))
     return steps
 
 
@@ -238,10 +238,10 @@ def _family(instance: str) -> str:
     return TOPOLOGIES[instance].family if instance in TOPOLOGIES else instance[:4]
 
 
-def _image(situation: Situation, sdk: Sdk, environment: Environment) -> Step:
+def _image(situation: MachineSituation, sdk: Sdk, environment: Environment) -> BootstrapStep:
     """Returns the step that finds the image, unless this machine has it."""
     if situation.installed.get(environment.path) == sdk.series:
-        return Step(f"The image: this machine has Neuron SDK {sdk.series}", ())
+        return BootstrapStep(f"The image: this machine has Neuron SDK {sdk.series}", ())
     name = situation.sdk if situation.sdk == sdk.sdk else f"{sdk.series}."
     find = (
         "aws ec2 describe-images --owners amazon --include-deprecated \\",
@@ -255,7 +255,7 @@ def _image(situation: Situation, sdk: Sdk, environment: Environment) -> Step:
     if containers := [item for item in map(environment.container_in, SDKS) if item and f"-sdk{sdk.series}." in item]:
         remarks.append(f"Container: {containers[-1]}")
     title = f"Start a machine from the image {environment.image}, with a disk of {DISK_GIB} GiB"
-    return Step(title, find, tuple(remarks))
+    return BootstrapStep(title, find, tuple(remarks))
 
 
 def _unknown(name: str) -> Problem:

@@ -14,7 +14,7 @@ from orchestrator.cli.app import FAILED, FormatOption, SpecArgument, app
 from orchestrator.cli.bars import Bar, Bars
 from orchestrator.cli.output import Format, can_redraw, complain, say, show, stderr
 from orchestrator.compiling import hub_push
-from orchestrator.compiling.compile_ahead import CompileAhead, Outcome, Step, named
+from orchestrator.compiling.compile_ahead import BuildStep, CompileAhead, CompileOutcome, named
 from orchestrator.daemon.settings import store_here
 from orchestrator.process.failure import Failed
 from orchestrator.process.home import Home
@@ -120,7 +120,7 @@ def _check_places(file: SpecFile, names: Sequence[str]) -> None:
             raise Failed(error.id, error.what, error.hint) from None
 
 
-def _compile(file: SpecFile, names: Sequence[str], jobs: int, memory_gib: float, push: bool) -> list[Outcome]:
+def _compile(file: SpecFile, names: Sequence[str], jobs: int, memory_gib: float, push: bool) -> list[CompileOutcome]:
     home = Home.from_environment()
     home.prepare()
     with _view() as watch:
@@ -140,13 +140,13 @@ def _compile(file: SpecFile, names: Sequence[str], jobs: int, memory_gib: float,
 
 
 @contextlib.contextmanager
-def _view() -> Iterator[Callable[[Step], None]]:
+def _view() -> Iterator[Callable[[BuildStep], None]]:
     """Show progress: bars on a terminal, else a line for each change of phase."""
     last: dict[str, Bar] = {}
     lock = threading.Lock()
     bars = Bars(stderr(), keep=True) if can_redraw(stderr()) else None
 
-    def report(step: Step) -> None:
+    def report(step: BuildStep) -> None:
         bar = _bar(step)
         with lock:
             before, last[bar.name] = last.get(bar.name), bar
@@ -159,19 +159,19 @@ def _view() -> Iterator[Callable[[Step], None]]:
         yield report
 
 
-def _bar(step: Step) -> Bar:
+def _bar(step: BuildStep) -> Bar:
     """Returns the progress in graphs; that of an ended step is full."""
     if step.phase in ("done", "failed"):
         return Bar(named(step), _words(step), 1, 1)
     return Bar(named(step), _words(step), step.done, step.total or None)
 
 
-def _words(step: Step) -> str:
+def _words(step: BuildStep) -> str:
     graph = f" graph {step.done + 1} of {step.total}" if step.phase == "compiling" and step.total else ""
     return WORDS.get(step.phase, step.phase) + graph
 
 
-def _push_to_hub(repository: str, outcomes: Sequence[Outcome]) -> list[str]:
+def _push_to_hub(repository: str, outcomes: Sequence[CompileOutcome]) -> list[str]:
     outcomes = [outcome for outcome in outcomes if outcome.result != "failed"]
     folders = [Path(folder) for outcome in outcomes for folder in outcome.folders if folder]
     if not folders:
@@ -181,7 +181,7 @@ def _push_to_hub(repository: str, outcomes: Sequence[Outcome]) -> list[str]:
     return places
 
 
-def _table(outcomes: Sequence[Outcome]) -> str:
+def _table(outcomes: Sequence[CompileOutcome]) -> str:
     rows = [
         (
             named(outcome),

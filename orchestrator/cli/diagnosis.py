@@ -16,7 +16,7 @@ from placements.facts.neuron_releases import sdk_of
 from placements.facts.plural import plural
 from placements.facts.tnx_families import MISREAD_HINT, hides_rope
 from placements.facts.topology import TOPOLOGIES
-from placements.facts.vllm import Release
+from placements.facts.vllm import VllmNeuron
 from placements.spec.problems import Problem, in_order
 from workers.engines.package_contract import Drift
 from workers.host.facts.machine import HostFacts, Owner, owners
@@ -44,7 +44,7 @@ class InterpreterReading:
     interpreter: Interpreter
     needed_for: tuple[str, ...] = ()
     where: str = ""  # file:line:column of the spec that names it; "" for this command's own
-    release: Release | None = None  # of vLLM's plugin, for the engine vllm on Neuron devices
+    release: VllmNeuron | None = None  # of vLLM's plugin, for the engine vllm on Neuron devices
     drifts: tuple[Drift, ...] = ()
 
 

@@ -15,7 +15,7 @@ import typer
 
 import orchestrator
 from orchestrator.cli.app import FAILED, FormatOption, app
-from orchestrator.cli.bootstrap import Bootstrap, ModelReading, Situation
+from orchestrator.cli.bootstrap import Bootstrap, MachineSituation, ModelReading
 from orchestrator.cli.bootstrap import bootstrap as plan_bootstrap
 from orchestrator.cli.client import find_fleet
 from orchestrator.cli.diagnosis import (
@@ -36,7 +36,7 @@ from placements.facts.core_range import runs
 from placements.facts.engines import AUTO_ENGINES, NAMED_ENGINES, resolve
 from placements.facts.neuron_releases import sdk_of
 from placements.facts.plural import counted
-from placements.facts.vllm import Release
+from placements.facts.vllm import VllmNeuron
 from placements.resources.vllm_release import release_on
 from placements.spec.problems import Problem
 from workers.engines import package_contract
@@ -109,7 +109,7 @@ def first_steps(file: SpecFile | None, sdk: str | None) -> Bootstrap:
     )
     topologies = [host.topology.instance for host in (() if file is None else file.hosts) if host.topology]
     steps = plan_bootstrap(
-        Situation(
+        MachineSituation(
             corewright=corewright_version(),
             here=instance_type(),
             installed={
@@ -161,7 +161,7 @@ def _interpreters(file: SpecFile | None) -> list[InterpreterReading]:
     ]
 
 
-def _release(file: SpecFile | None) -> Release | None:
+def _release(file: SpecFile | None) -> VllmNeuron | None:
     """Returns the release of vLLM's plugin that the spec's first host has."""
     return None if file is None or file.spec is None or not file.hosts else release_on(file.spec, file.hosts[0])
 
@@ -197,7 +197,7 @@ def _place(python: str | None) -> str | None:
 
 
 def _reading(
-    interpreter: Interpreter, needed_for: tuple[str, ...], where: str, release: Release | None
+    interpreter: Interpreter, needed_for: tuple[str, ...], where: str, release: VllmNeuron | None
 ) -> InterpreterReading:
     drifts = tuple(_drift(interpreter.python, engine, version) for engine, version in interpreter.engines.items())
     return InterpreterReading(interpreter, needed_for, where, release, drifts)

@@ -8,7 +8,7 @@ from typing import Any
 
 import typer
 
-from orchestrator.api.refused import Refused
+from orchestrator.api.refused import OperationRefused
 from orchestrator.cli.app import FAILED, FormatOption, ModelArgument, OfflineOption, OptionalSpecArgument, app
 from orchestrator.cli.client import AdminClient, with_fleet
 from orchestrator.cli.output import Format, show, stdout, use_color
@@ -41,11 +41,13 @@ def explanation(file: SpecFile | None, fleet: AdminClient | None, model: str) ->
         raise Failed("no-fleet", "no fleet is running", "pass a spec: corewright explain MODEL SPEC")
     if file.spec is None:
         hint = "run `corewright validate SPEC`"
-        raise Refused("spec-invalid", f"{file.name} is not a valid spec", hint, problems=file.problems)
+        raise OperationRefused("spec-invalid", f"{file.name} is not a valid spec", hint, problems=file.problems)
     model_spec = file.spec.model(model)
     if model_spec is None:
         names = ", ".join(item.name for item in file.spec.models)
-        raise Refused("model-unknown", f"{file.name} has no model {model}", f"it has {names}", problems=file.problems)
+        raise OperationRefused(
+            "model-unknown", f"{file.name} has no model {model}", f"it has {names}", problems=file.problems
+        )
     result = explain(Question(model_spec, file.spec, file.hosts, file.checkpoints, file.drafts), file.problems)
     return {"index": None, "revision": None, **result.as_dict()}
 

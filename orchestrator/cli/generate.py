@@ -34,13 +34,13 @@ from workers.compiling.build import NEEDS_DEVICE
 from workers.host import json_process
 from workers.messages.replica_config import ReplicaConfig
 from workers.messages.status import Failure
-from workers.serving.generate_once import End, Job, Piece, Reply, Trouble
+from workers.serving.generate_once import End, GenerateJob, Reply, TextPiece, Trouble
 
 END_S = 5.0  # for the process to exit after SIGTERM; then it is killed
 
 
 def generate_once(file: SpecFile, model: str, question: dict[str, Any]) -> int:
-    """Returns the exit code. ``question`` has fields of ``Job``. Raises Failed if the model cannot be started."""
+    """Returns the exit code. ``question`` has fields of ``GenerateJob``. Raises Failed if the model cannot start."""
     spec = file.spec
     if spec is None or has_errors(file.problems):
         complain(file.problems)
@@ -76,7 +76,7 @@ def _generate(config: ReplicaConfig, placement: Placement, question: dict[str, A
     where = placement.host
     if placement.cores is not None:
         where = f"{plural(len(placement.cores), 'core')} {placement.cores} of {where}"
-    job = Job(config=config, parent=os.getpid(), **question)
+    job = GenerateJob(config=config, parent=os.getpid(), **question)
     try:
         _compile(config)
         say(f"loading {config.model} ({config.engine}) on {where}")
@@ -160,14 +160,14 @@ def _process(config: ReplicaConfig) -> Iterator[subprocess.Popen[bytes]]:
                 cast(IO[bytes], pipe).close()
 
 
-def _print_answer(process: subprocess.Popen[bytes], job: Job) -> int:
+def _print_answer(process: subprocess.Popen[bytes], job: GenerateJob) -> int:
     """Stream the answer to stdout. Raises Failed with the child's failure, or if it exits without an answer."""
     pipe = cast(IO[bytes], process.stdin)
     with contextlib.suppress(BrokenPipeError), pipe:  # broken if the child has exited, which is reported below
         pipe.write(msgspec.json.encode(job))
     for line in cast(IO[bytes], process.stdout):
         message: Reply = msgspec.json.decode(line, type=Reply)
-        if isinstance(message, Piece):
+        if isinstance(message, TextPiece):
             stdout().write(message.text)
             stdout().flush()
         elif isinstance(message, End):

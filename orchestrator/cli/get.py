@@ -29,7 +29,7 @@ SELECTOR = re.compile(r"([\w.]+)(!=|==?)(.*)")
 NEXT = re.compile(r",(?=[\w.]+!?=)")  # a comma within a text has no condition after it
 
 
-class Kind(str, Enum):
+class ObjectKind(str, Enum):
     MODELS = "models"
     REPLICAS = "replicas"
     HOSTS = "hosts"
@@ -56,7 +56,9 @@ class _RevisionText(RevisionRow, frozen=True):
 
 @app.command()
 def get(
-    kind: Annotated[Kind, typer.Argument(metavar="models|replicas|hosts|revisions|events", help="Kind of the items.")],
+    kind: Annotated[
+        ObjectKind, typer.Argument(metavar="models|replicas|hosts|revisions|events", help="Kind of the items.")
+    ],
     name: Annotated[
         str | None,
         typer.Argument(
@@ -102,11 +104,11 @@ def _matcher(text: str) -> tuple[str, bool, str]:
     return match[1], match[2] != "!=", match[3]
 
 
-def _items(client: AdminClient, kind: Kind, name: str | None) -> list[Any]:
+def _items(client: AdminClient, kind: ObjectKind, name: str | None) -> list[Any]:
     """Returns the items of a kind, or the one of that name. Raises Failed if there is none."""
-    if kind is Kind.EVENTS:
+    if kind is ObjectKind.EVENTS:
         return list(latest(client, LATEST, name))
-    if kind is Kind.REVISIONS:
+    if kind is ObjectKind.REVISIONS:
         if name is not None:
             return [typed(client.get(f"revisions/{_number(name)}"), _RevisionText)]
         return typed(client.get("revisions")["revisions"], list[RevisionRow])
@@ -134,23 +136,27 @@ def not_in_fleet(name: str, names: Sequence[str]) -> Failed:
     return Failed("not-in-fleet", f"the fleet has no {name!r}", f"it has {', '.join(names)}" if names else "")
 
 
-def _show(kind: Kind, items: Sequence[Any], output: ListFormat, name: str | None) -> None:
+def _show(kind: ObjectKind, items: Sequence[Any], output: ListFormat, name: str | None) -> None:
     table = TABLES[kind.value]
     if output is ListFormat.NAME:
         text = "\n".join(str(table.key(item)) for item in items)
     else:
         text = table.text(items, state_paint(stdout()), wide=output is ListFormat.WIDE)
-        if kind is Kind.REVISIONS and name is not None:
+        if kind is ObjectKind.REVISIONS and name is not None:
             text += "\n\n" + items[0].text
     plain = output not in (ListFormat.JSON, ListFormat.YAML)
     show({kind.value: list(items)}, Format.TABLE if plain else Format(output.value), text)
 
 
 def _changes(
-    client: AdminClient, kind: Kind, name: str | None, wanted: Sequence[tuple[str, bool, str]], items: Sequence[Any]
+    client: AdminClient,
+    kind: ObjectKind,
+    name: str | None,
+    wanted: Sequence[tuple[str, bool, str]],
+    items: Sequence[Any],
 ) -> Iterator[Any]:
     """Yields the items again and again: events as they come, the others with each event, or after READ_S."""
-    if kind is Kind.EVENTS:
+    if kind is ObjectKind.EVENTS:
         for event in coming(client, items[-1].seq if items else 0, name):
             with contextlib.suppress(ValueError):
                 yield from selected([event], wanted)
@@ -166,7 +172,7 @@ def _changes(
 class _Printer:
     """Prints items, and then only those of which something else is shown than before."""
 
-    def __init__(self, kind: Kind, items: Sequence[Any], output: ListFormat) -> None:
+    def __init__(self, kind: ObjectKind, items: Sequence[Any], output: ListFormat) -> None:
         self._table, self._output = TABLES[kind.value], output
         self._wide = output is ListFormat.WIDE
         self._printed: dict[Any, object] = {}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from importlib import import_module
 
 import typer
@@ -18,9 +19,10 @@ from typer.core import TyperGroup
 from typer.main import get_group
 
 from orchestrator.cli.app import COMPLETE, FAILED, INTERRUPTED, USAGE, app
-from orchestrator.cli.left import removal
 from orchestrator.cli.output import complain
 from orchestrator.process.failure import Failed
+from placements.spec import removed
+from placements.spec.problems import Problem
 
 COMMANDS = {  # of each module, in the order of `--help`
     "up": ("up", "demo"),
@@ -75,7 +77,7 @@ def run(arguments: list[str]) -> int:
     """Run the command line. Returns the exit code."""
     if arguments == ["--version"]:
         arguments = ["version"]
-    if (problem := removal(arguments)) is not None:
+    if (problem := _removed(arguments)) is not None:
         complain([problem])
         return USAGE
     command = application(*(arguments or _words_to_complete())[:1])
@@ -100,6 +102,17 @@ def run(arguments: list[str]) -> int:
             error.message = message.removeprefix("Value error, ")  # type: ignore[attr-defined]  # newer Typers add it
         error.show()
         return USAGE
+
+
+def _removed(arguments: Sequence[str]) -> Problem | None:
+    """Returns the problem of a command line that was removed; None if it was not."""
+    for line, hint in removed.COMMANDS.items():
+        words = [word for word in line.split() if not word.startswith("-")]
+        options = set(line.split()) - set(words)
+        given = {argument.partition("=")[0] for argument in arguments[len(words) :]}
+        if list(arguments[: len(words)]) == words and options <= given:
+            return Problem("command-removed", "error", "", f"`corewright {line}` was removed", hint)
+    return None
 
 
 def _words_to_complete() -> list[str]:

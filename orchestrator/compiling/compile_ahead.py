@@ -25,7 +25,7 @@ from workers.artifacts.fetch.progress import Progress
 from workers.artifacts.sources.listing import SourceError, Stopped
 from workers.artifacts.store.store_settings import StoreSettings
 from workers.compiling import prefetch
-from workers.compiling.build import GONE, NEEDS_DEVICE, Built, Predicted, Trouble, Wanted, Working
+from workers.compiling.build import GONE, NEEDS_DEVICE, BuildTrouble, Built, Predicted, Wanted, Working
 from workers.compiling.memory_gate import need_gib, startable
 from workers.messages.replica_config import ReplicaConfig
 from workers.messages.status import Failure
@@ -52,7 +52,7 @@ class Job:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class CompileOutcome:
     """The outcome of one model, or of several that share their artifacts."""
 
     models: tuple[str, ...]
@@ -73,7 +73,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Step:
+class BuildStep:
     """The progress of one build."""
 
     models: tuple[str, ...]
@@ -85,10 +85,10 @@ class Step:
     target: str = ""  # as in `Job`
 
 
-Watch = Callable[[Step], None]
+Watch = Callable[[BuildStep], None]
 
 
-def named(of: Job | Outcome | Step) -> str:
+def named(of: Job | CompileOutcome | BuildStep) -> str:
     """Returns the models, and their target if they have several."""
     return ", ".join(of.models) + (f" for {of.target}" if of.target else "")
 
@@ -98,7 +98,7 @@ class Prepared:
     """The jobs of a spec before anything is compiled."""
 
     jobs: tuple[Job, ...]
-    outcomes: tuple[Outcome, ...] = ()  # of models without anything to compile, or with a failure
+    outcomes: tuple[CompileOutcome, ...] = ()  # of models without anything to compile, or with a failure
 
 
 class CompileAhead:
@@ -128,13 +128,13 @@ class CompileAhead:
         Works on one model at a time: importing an engine takes seconds, and a fetch uses the whole network bandwidth.
         """
         jobs: dict[object, Job] = {}
-        outcomes = list[Outcome]()
+        outcomes = list[CompileOutcome]()
         for model in self._models:
             for item in self._jobs(model):
-                if isinstance(item, Outcome):
+                if isinstance(item, CompileOutcome):
                     outcomes.append(item)
                     ended = "failed" if item.result == "failed" else "done"
-                    self._watch(Step(item.models, ended, target=item.target))
+                    self._watch(BuildStep(item.models, ended, target=item.target))
                     continue
                 kind: object = item.keys or (prefetch.build_key(item.config), item.target)
                 key, same = (kind, item.config.neff_cache), jobs.get((kind, item.config.neff_cache))
@@ -142,10 +142,10 @@ class CompileAhead:
                 jobs[key] = replace(item if same is None else same, models=models)
         return Prepared(tuple(jobs.values()), tuple(outcomes))
 
-    def run(self, jobs: Sequence[Job], *, memory_gib: float, most: int) -> Generator[Outcome, None, None]:
+    def run(self, jobs: Sequence[Job], *, memory_gib: float, most: int) -> Generator[CompileOutcome, None, None]:
         """Compiles as many jobs in parallel as fit, and yields each outcome. Stops the compilers if closed early."""
         waiting, running = list(jobs), list[Job]()
-        ended: queue.SimpleQueue[tuple[Job, Outcome]] = queue.SimpleQueue()
+        ended: queue.SimpleQueue[tuple[Job, CompileOutcome]] = queue.SimpleQueue()
         try:
             while waiting or running:
                 for job in startable(waiting, running, memory_gib=memory_gib, jobs=most):
@@ -153,7 +153,7 @@ class CompileAhead:
                     running.append(job)
                     threading.Thread(target=self._work, args=(job, ended), name="compile", daemon=True).start()
                 for job in waiting:
-                    self._watch(Step(job.models, "queued" if len(running) < most else "turn", target=job.target))
+                    self._watch(BuildStep(job.models, "queued" if len(running) < most else "turn", target=job.target))
                 job, outcome = ended.get()
                 running.remove(job)
                 if job.unfetched is None or outcome.failure is None or outcome.failure.id != GONE:
@@ -169,36 +169,38 @@ class CompileAhead:
             while running:
                 running.remove(ended.get()[0])
 
-    def _jobs(self, model: ModelSpec) -> Iterator[Job | Outcome]:
+    def _jobs(self, model: ModelSpec) -> Iterator[Job | CompileOutcome]:
         """Yields a job or an outcome for each target that the plan places the model on."""
         places = self._offline.places(model)
         if isinstance(places, Failure):
             engine = self._offline.generation.engines[model.name]
-            yield Outcome(models=(model.name,), engine=engine, result="failed", failure=places)
+            yield CompileOutcome(models=(model.name,), engine=engine, result="failed", failure=places)
             return
         for target, placement in places.items():
             name = target if len(places) > 1 else ""
-            self._watch(Step((model.name,), "predicting", target=name))
+            self._watch(BuildStep((model.name,), "predicting", target=name))
             yield self._job((model.name,), placement, name)
 
-    def _job(self, models: tuple[str, ...], placement: Placement, target: str, *, known: bool = True) -> Job | Outcome:
+    def _job(
+        self, models: tuple[str, ...], placement: Placement, target: str, *, known: bool = True
+    ) -> Job | CompileOutcome:
         """Returns the job, or an outcome without one. With ``known`` the weights of compiled models are not fetched."""
         log = f"compile-{placement.model}{f'-{target}' if target else ''}.log"
         about: dict[str, Any] = {"models": models, "target": target}
         config = self._offline.config(placement)
         if isinstance(config, Failure):
             engine = self._offline.generation.engines[placement.model]
-            return Outcome(**about, engine=engine, result="failed", failure=config)
+            return CompileOutcome(**about, engine=engine, result="failed", failure=config)
         config = msgspec.structs.replace(config, log=str(self._home.logs / log))
         if not prefetch.compiles(config):
-            return Outcome(**about, engine=config.engine, result="nothing")
+            return CompileOutcome(**about, engine=config.engine, result="nothing")
         compiled = self._find_compiled(config) if known else None
         prediction = compiled or self._fetch_and_predict(config, models, target)
         if isinstance(prediction, Failure):
-            return Outcome(**about, engine=config.engine, result="failed", failure=prediction)
+            return CompileOutcome(**about, engine=config.engine, result="failed", failure=prediction)
         fetched, predicted = prediction
         if not self._are_obtainable(config, predicted):
-            return Outcome(**about, engine=config.engine, result="needs-device")
+            return CompileOutcome(**about, engine=config.engine, result="needs-device")
         complete = compiled is not None or not any(each.ahead and not each.complete for each in predicted.wanted)
         memory = self._spec.model(placement.model)
         return Job(
@@ -249,7 +251,7 @@ class CompileAhead:
         if not artifacts:
             return config
         fetch, landed = ArtifactFetcher(self._store.open()), {}
-        step = Step(models, "fetching", target=target)
+        step = BuildStep(models, "fetching", target=target)
         try:
             for keys, artifact in artifacts.items():
                 progress = _FetchProgress(artifact.source, step, self._watch)
@@ -263,7 +265,7 @@ class CompileAhead:
         for message in prefetch.answers("predict", config, self._stop, PREDICT_S):
             if isinstance(message, Predicted):
                 return message
-            if isinstance(message, Trouble):
+            if isinstance(message, BuildTrouble):
                 return message.failure
         if time.monotonic() - began < PREDICT_S:
             return _died("predicted the artifacts of", config)
@@ -273,7 +275,7 @@ class CompileAhead:
         )
         return Failure("cache-not-verified", what, f"see the log {config.log}")
 
-    def _work(self, job: Job, ended: queue.SimpleQueue[tuple[Job, Outcome]]) -> None:
+    def _work(self, job: Job, ended: queue.SimpleQueue[tuple[Job, CompileOutcome]]) -> None:
         """Runs one job; always puts an outcome into the queue."""
         outcome = _failed(job, _died("compiled", job.config))
         try:
@@ -281,27 +283,27 @@ class CompileAhead:
         finally:
             ended.put((job, outcome))
 
-    def _build(self, job: Job) -> Outcome:
+    def _build(self, job: Job) -> CompileOutcome:
         config = job.config
         failure = _died("compiled", config)
         built: Built | None = None
         try:
             for message in prefetch.answers("compile", config, self._stop, push=self._push, make=job.unfetched is None):
                 if isinstance(message, Working):
-                    self._watch(Step(job.models, message.phase, message.done, message.total, job.target))
+                    self._watch(BuildStep(job.models, message.phase, message.done, message.total, job.target))
                 elif isinstance(message, Built):
                     built = message
-                elif isinstance(message, Trouble):
+                elif isinstance(message, BuildTrouble):
                     failure = message.failure
         except Stopped:
             failure = Failure(
                 "compile-stopped", f"compiling {config.model} was stopped", "run the command again to compile it"
             )
         if built is not None:
-            self._watch(Step(job.models, "done", target=job.target))
+            self._watch(BuildStep(job.models, "done", target=job.target))
             return _outcome(job, built)
         if job.unfetched is None or failure.id != GONE:  # else it is retried
-            self._watch(Step(job.models, "failed", target=job.target))
+            self._watch(BuildStep(job.models, "failed", target=job.target))
         return _failed(job, failure)
 
 
@@ -320,16 +322,16 @@ def _failure_fields(failure: Failure | None) -> dict[str, str] | None:
     return None if failure is None else {"id": failure.id, "what": failure.what, "hint": failure.hint}
 
 
-def _failed(job: Job, failure: Failure) -> Outcome:
+def _failed(job: Job, failure: Failure) -> CompileOutcome:
     about: dict[str, Any] = {"models": job.models, "target": job.target, "engine": job.config.engine}
     if failure.id == NEEDS_DEVICE:
-        return Outcome(**about, result="needs-device", keys=job.keys)
-    return Outcome(**about, result="failed", keys=job.keys, failure=failure)
+        return CompileOutcome(**about, result="needs-device", keys=job.keys)
+    return CompileOutcome(**about, result="failed", keys=job.keys, failure=failure)
 
 
-def _outcome(job: Job, built: Built) -> Outcome:
+def _outcome(job: Job, built: Built) -> CompileOutcome:
     result: Result = "compiled" if built.compiled else "pulled" if built.pulled else "there"
-    return Outcome(
+    return CompileOutcome(
         models=job.models,
         target=job.target,
         engine=job.config.engine,
@@ -351,7 +353,7 @@ def _died(doing: str, config: ReplicaConfig) -> Failure:
 class _FetchProgress(Progress):
     """Reports the progress of a fetch in bytes."""
 
-    def __init__(self, source: str, step: Step, watch: Watch) -> None:
+    def __init__(self, source: str, step: BuildStep, watch: Watch) -> None:
         super().__init__(source)
         self._step, self._watch = step, watch
 

@@ -12,7 +12,7 @@ from orchestrator.fleet.effects import ClusterClient, CoreOwner, HostReport
 from orchestrator.fleet.snapshot import ReplicaView
 from orchestrator.process.home import Home
 from orchestrator.records.journal_records import Departure, HostUse, Quarantine
-from orchestrator.starts.start_pipeline import Failed, Fetched, StartEvent
+from orchestrator.starts.start_pipeline import Fetched, StartEvent, StartFailed
 from orchestrator.state.departures import noticed_departures
 from orchestrator.state.fleet_state import FleetState
 from orchestrator.state.quarantine import expire
@@ -61,7 +61,7 @@ class HostWatch:
         if isinstance(event, Fetched):
             self._counters.fetched(model, event.moved, event.seconds)
             self._held_until = float("-inf")
-        elif isinstance(event, Failed) and event.fetching:
+        elif isinstance(event, StartFailed) and event.fetching:
             self._counters.not_fetched(model)
 
     async def update(self) -> None:

@@ -25,11 +25,11 @@ from orchestrator.starts.early_start import lead_of
 from orchestrator.starts.start_pipeline import (
     Arriving,
     Compiling,
-    Failed,
     Fetching,
     Ready,
     Resolved,
     StartEvent,
+    StartFailed,
     StartPipeline,
 )
 from orchestrator.state.expected_starts import parked_start
@@ -195,7 +195,7 @@ class ReplicaTasks:
             self._launch(view, event.config, EarlyStart(view.since, self._state.clock() + event.lead_s))
         elif isinstance(event, Ready):
             self._end_early_start(view, event.config) if view.early is not None else self._launch(view, event.config)
-        elif isinstance(event, Failed):
+        elif isinstance(event, StartFailed):
             self._replicas.fail(view, event.failure)
         elif event.phase and view.state is State.FETCHING:
             self._replicas.signal(view, Signal.FETCHED)

@@ -17,7 +17,7 @@ from orchestrator.fleet.fleet_status import DemandStatus, ScalingStatus
 from orchestrator.fleet.gateway_places import GATEWAY_LOST_S
 from orchestrator.fleet.replica_states import STARTING, State
 from orchestrator.fleet.snapshot import ReplicaView
-from orchestrator.scaling.autoscaler import FleetNow, History, Load, ModelNow, Objectives, Targets, autoscale
+from orchestrator.scaling.autoscaler import FleetNow, History, LatencyObjectives, Load, ModelNow, Targets, autoscale
 from orchestrator.scaling.demand_report import AUTOSCALE_S, Counts, DemandReport, DemandWindow, RoutingDecision
 from orchestrator.scaling.schedules import Bounds
 from orchestrator.state.expected_starts import expected_start_s
@@ -348,7 +348,7 @@ class Scaler:
             max=held.max,
             priority=model.priority,
             load_s=expected_start_s(state, model),
-            objectives=Objectives(
+            objectives=LatencyObjectives(
                 _seconds(objectives.ttft_ms),
                 _seconds(objectives.tpot_ms),
                 _seconds(objectives.queue_ms),

@@ -29,7 +29,7 @@ from orchestrator.fleet.replica_states import ModelState, State, model_state
 from orchestrator.fleet.route_table import ModelRoutes, Route, RouteTable
 from orchestrator.fleet.snapshot import ReplicaView
 from orchestrator.rollout.preparation import Preparation
-from orchestrator.rollout.rollout_step import Step
+from orchestrator.rollout.rollout_step import ModelStep
 from orchestrator.state.expected_starts import expected_ready_at, expected_start_s, is_expected_back, parked_start
 from orchestrator.state.fleet_state import FleetState
 from orchestrator.state.rollout_progress import leaving, rollout_state
@@ -230,7 +230,7 @@ def rollout(state: FleetState) -> RolloutStatus:
 
 
 def _model_rollout(state: FleetState, model: ModelSpec, progress: str) -> ModelRollout:
-    step = state.goal.steps.get(model.name, Step())
+    step = state.goal.steps.get(model.name, ModelStep())
     way = state.strategies.get(model.name)
     if progress == "complete" or state.settled(model):
         progress = "complete"

@@ -16,7 +16,7 @@ from orchestrator.fleet.snapshot import LOOKING_S
 from orchestrator.process.home import Home
 from orchestrator.revisions.config_builder import replica_config
 from orchestrator.rollout.preparation import Key, Preparation
-from orchestrator.starts.start_pipeline import Failed, Fetching, Ready, StartEvent, StartPipeline
+from orchestrator.starts.start_pipeline import Fetching, Ready, StartEvent, StartFailed, StartPipeline
 from orchestrator.state.fleet_state import FleetState
 from workers.host.task_boundary import task_boundary
 from workers.messages.replica_config import ReplicaConfig
@@ -114,7 +114,7 @@ class UpdatePrefetch:
             state.fetches[before.key] = event.status
         elif isinstance(event, Ready):
             self._finish(running, event.config)
-        elif isinstance(event, Failed):
+        elif isinstance(event, StartFailed):
             self._finish(running, event.failure)
         elif event.phase:
             running.since = state.clock()

@@ -18,6 +18,7 @@ from orchestrator.fleet.controller_settings import DRAIN_S
 from orchestrator.fleet.gateway_places import HEAD, HOSTS
 from orchestrator.gateway.settings import GatewaySettings
 from orchestrator.process.failure import Failed
+from placements.spec import removed
 from placements.spec.problems import Problem, in_order
 
 if TYPE_CHECKING:
@@ -280,10 +281,6 @@ SETTINGS = (
     ),
 )
 
-_PAGE_CACHE = "remove the setting: the kernel's page cache keeps fetched models in memory while there is room"
-LEFT: Mapping[str, str] = {"store_memory": _PAGE_CACHE, "store_memory_bytes": _PAGE_CACHE}
-"""Settings that were removed -> what to use instead: answered by an error for one release."""
-
 
 @dataclass(frozen=True)
 class Settings:
@@ -323,7 +320,7 @@ def resolve(
     home = environ.get("COREWRIGHT_HOME") or str(Path.home() / ".corewright")
     refuse_shared(Path(home).absolute())
     written = _file(Path(home).absolute() / FILE, problems)
-    problems += [_removal(_variable(name), name, "") for name in LEFT if environ.get(_variable(name))]
+    problems += [_removal(_variable(name), name, "") for name in removed.SETTINGS if environ.get(_variable(name))]
     values = []
     for setting in SETTINGS:
         if only is not None and setting.name not in only:
@@ -356,7 +353,7 @@ def _given(
 
 
 def _removal(given: str, name: str, where: str) -> Problem:
-    return Problem("setting-removed", "error", where, f"{given} was removed", LEFT[name])
+    return Problem("setting-removed", "error", where, f"{given} was removed", removed.SETTINGS[name])
 
 
 def _file(path: Path, problems: list[Problem]) -> dict[str, Value]:
@@ -385,7 +382,7 @@ def _file(path: Path, problems: list[Problem]) -> dict[str, Value]:
     for key, value in tree.value.items():
         place = tree.places.get((key,))
         where = f"{path}:{place.line}:{place.column}" if place else str(path)
-        if key in LEFT:
+        if key in removed.SETTINGS:
             problems.append(_removal(key, key, where))
         elif key not in names:
             near = difflib.get_close_matches(str(key), names, 1)

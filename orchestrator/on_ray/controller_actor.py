@@ -18,7 +18,7 @@ from ray.util.metrics import Gauge
 from orchestrator.access.key_feed import KeyFeed
 from orchestrator.access.keys import KeyFile
 from orchestrator.api.hosted_models import HostedModels
-from orchestrator.api.refused import Refused
+from orchestrator.api.refused import OperationRefused
 from orchestrator.api.server import AdminApi, serve_admin
 from orchestrator.console.page import CONSOLE_PATH
 from orchestrator.control.controller import Controller
@@ -157,7 +157,7 @@ class ControllerActor:
         """Apply a spec like the admin API; a rejection is returned as `error` with its `problems`."""
         try:
             return await self._operator.apply(text, file, base_dir, by=by, cause=cause)
-        except Refused as refused:
+        except OperationRefused as refused:
             return {"error": refused.problem, "problems": refused.problems, "status": refused.status}
         except Exception as error:
             log.exception("the apply failed")

@@ -94,7 +94,7 @@ class LogFile:
         self._descriptor = opened
 
 
-class Sink(Protocol):
+class LineSink(Protocol):
     """A destination of lines."""
 
     def write(self, text: str, /) -> object: ...
@@ -105,10 +105,10 @@ class Logs:
 
     def __init__(
         self,
-        sinks: Sequence[Sink],
+        sinks: Sequence[LineSink],
         format: LogFormat,
         *,
-        record_sinks: Sequence[Sink] = (),
+        record_sinks: Sequence[LineSink] = (),
         prompts: bool,
         wall: Callable[[], float],
     ) -> None:
@@ -252,7 +252,7 @@ def set_up(
     files = [] if path is None else [LogFile(path)]
     # Ray stores stderr without a limit, so access lines go to the file only.
     errors = [sys.stderr] if stderr else []  # it flushes each line
-    sinks: Sequence[Sink] = files or errors
+    sinks: Sequence[LineSink] = files or errors
     _current = logs = Logs(sinks, format, record_sinks=errors if files else (), prompts=prompts, wall=wall)
     handler = _Handler(logs)
     for name in OURS:
@@ -301,7 +301,7 @@ def redacted(text: str) -> str:
     return _BEARER.sub(r"\1***", text)
 
 
-def _write(sinks: Sequence[Sink], lines: Sequence[str]) -> None:
+def _write(sinks: Sequence[LineSink], lines: Sequence[str]) -> None:
     for sink in sinks if lines else ():
         with contextlib.suppress(OSError, ValueError):  # a full disk must not stop the process
             sink.write("".join(lines))

@@ -34,7 +34,7 @@ from workers.host import file_lock, private_file
 log = logging.getLogger(__name__)
 
 KEEP_EVENTS = 5000
-LEFT_KINDS = frozenset({"hostroll"})  # of records that earlier versions have written
+REMOVED_KINDS = frozenset({"hostroll"})  # of records that earlier versions have written
 MOST_BYTES = 16 << 20  # size of the file before compaction
 LOCK_WAIT_S = 3.0  # for the previous holder; a killed process releases it within milliseconds
 LOCK_POLL_S = 0.02
@@ -79,7 +79,7 @@ def read(data: bytes) -> Contents:
 
     1. A line with a matching checksum, known kind       -> folded
     2. A line with a matching checksum, unknown kind     -> skipped; reported, since a newer version wrote it, but for
-                                                            ``LEFT_KINDS``
+                                                            ``REMOVED_KINDS``
     3. Other bytes, followed by a valid line             -> skipped and reported
     4. Other bytes at the end of the file                -> torn, and not reported, if they begin a line
     5. A gap in seq where nothing was skipped            -> reported
@@ -101,7 +101,7 @@ def read(data: bytes) -> Contents:
         record, seq, kind = _parse(line[9:])
         if seq > state.seq + 1 and not skipped and kind != "snapshot":  # 5
             damage.append(f"before byte {place} records {state.seq + 1} to {seq - 1} are missing")
-        if record is None and kind not in LEFT_KINDS:  # 2
+        if record is None and kind not in REMOVED_KINDS:  # 2
             damage.append(f"byte {place}: a record of the kind {kind!r} that this version cannot read, skipped")
         if record is None:
             state = msgspec.structs.replace(state, seq=max(seq, state.seq))

@@ -26,7 +26,7 @@ MOST_ENTRIES = 256  # of one shape and day each
 DAY_S = 86400
 
 
-class Entry(msgspec.Struct, frozen=True):
+class SpeedEntry(msgspec.Struct, frozen=True):
     """The times of one day's requests on replicas of one shape, under one version of corewright."""
 
     software: str
@@ -39,13 +39,13 @@ class Entry(msgspec.Struct, frozen=True):
         return self.day, self.software, self.shape
 
 
-_decoder = msgspec.json.Decoder(list[Entry])
+_decoder = msgspec.json.Decoder(list[SpeedEntry])
 
 
-def merged(entries: Iterable[Entry]) -> dict[tuple[int, str, str], Entry]:
+def merged(entries: Iterable[SpeedEntry]) -> dict[tuple[int, str, str], SpeedEntry]:
     """Returns the sum of the entries by key, in whatever order they come: of the newest KEPT_DAYS days, the newest
     MOST_ENTRIES."""
-    every: dict[tuple[int, str, str], Entry] = {}
+    every: dict[tuple[int, str, str], SpeedEntry] = {}
     for entry in entries:
         own = every.setdefault(entry.key, msgspec.structs.replace(entry, times={}))
         merge(own.times, entry.times)
@@ -62,7 +62,7 @@ class SpeedRecord:
         dropped, as they would displace all others."""
         self._path = path
         self._software = software
-        self._entries: dict[tuple[int, str, str], Entry] = {}
+        self._entries: dict[tuple[int, str, str], SpeedEntry] = {}
         self.written_at = now
         self.changed = False
         try:
@@ -76,7 +76,7 @@ class SpeedRecord:
 
     def add(self, shape: Mapping[str, Any], times: Times, now: float) -> None:
         """Adds the times of requests on replicas of a shape, which have ended by ``now``."""
-        entry = Entry(self._software, int(now // DAY_S), json.dumps(shape, sort_keys=True), times)
+        entry = SpeedEntry(self._software, int(now // DAY_S), json.dumps(shape, sort_keys=True), times)
         own = self._entries.get(entry.key)
         if own is not None:
             merge(own.times, times)

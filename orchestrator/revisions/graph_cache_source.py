@@ -11,7 +11,7 @@ from workers.artifacts.fetch.retry_policy import RetryPolicy
 from workers.artifacts.sources.layout import graph_cache_error, names_in, registry_of
 from workers.artifacts.sources.listing import SourceError
 from workers.engines.optimum_neuron.graph_cache import RegisteredExport, exports_in, fetch_exports
-from workers.engines.optimum_neuron.settings import Settings
+from workers.engines.optimum_neuron.settings import OptimumSettings
 
 if TYPE_CHECKING:
     from orchestrator.revisions.checkpoint_reader import SourcePart
@@ -47,8 +47,10 @@ def _with(exports: list[RegisteredExport], error: SourceError, model: ModelSpec)
     return SourceError(error.id, what, f"set source to the model that the graphs were compiled from: {models}")
 
 
-def _settings(model: ModelSpec) -> Settings | None:
+def _settings(model: ModelSpec) -> OptimumSettings | None:
     """Returns the settings to compare; None: another engine's, or they are broken."""
     if model.engine != "optimum-neuron" or model.broken & _COMPARED:
         return None
-    return Settings.of(unplaced_config(model, model.engine, source="", draft_source=None, length=model.length(None)))
+    return OptimumSettings.of(
+        unplaced_config(model, model.engine, source="", draft_source=None, length=model.length(None))
+    )

@@ -84,7 +84,7 @@ class DesiredModel:
 
 
 @dataclass(frozen=True)
-class Step:
+class ModelStep:
     """The progress of one model's update, and its next step."""
 
     keep: tuple[ReplicaView, ...] = ()  # old replicas that continue to serve
@@ -106,7 +106,7 @@ class Goal:
 
     targets: tuple[ReplicaTarget, ...] = ()
     plan: Plan = field(default_factory=Plan)
-    steps: Mapping[str, Step] = field(default_factory=lambda: MappingProxyType({}))
+    steps: Mapping[str, ModelStep] = field(default_factory=lambda: MappingProxyType({}))
 
 
 def step(
@@ -116,7 +116,7 @@ def step(
     leaving: int = 0,
     evacuates: bool = False,
     urgent: bool = False,
-) -> Step:
+) -> ModelStep:
     """Returns the next step of one model. ``leaving`` counts old replicas that drain or stop already.
 
     A ready old replica stays until enough others serve: the desired number with surge, one fewer with in_place.
@@ -125,7 +125,7 @@ def step(
     """
     ready = sum(view.state is State.READY for view in current)
     alive = len(current)
-    done = Step((), desired.count, len(old) + leaving, alive, ready)
+    done = ModelStep((), desired.count, len(old) + leaving, alive, ready)
     restores = desired.former is not None and (desired.canary or (desired.frozen and (bool(old) or not ready)))
     if not old and not restores:
         return done
@@ -275,7 +275,7 @@ class _ReplicaGroups:
     evacuated: frozenset[str]  # models
     urgent: frozenset[str]  # models
 
-    def step(self, desired: DesiredModel) -> Step:
+    def step(self, desired: DesiredModel) -> ModelStep:
         name = desired.model.name
         evacuates, urgent = name in self.evacuated, name in self.urgent
         return step(desired, self.current[name], self.old[name], self.leaving[name], evacuates, urgent)
@@ -298,7 +298,7 @@ def compute_goal(situation: Situation, moves: int = 0, costs: Mapping[str, float
         if desired_models[name].reachable and steps[name].keep
     ]
     if stuck:  # the count that fits once all old replicas are gone; if that is 0, only the old ones can serve
-        ends = {name: Step(count=desired.count) for name, desired in desired_models.items()}
+        ends = {name: ModelStep(count=desired.count) for name, desired in desired_models.items()}
         most = Counter(placement.model for placement in _plan(situation, replicas, ends, moves, costs).placements)
         steps |= {name: replicas.step(replace(desired_models[name], count=most[name])) for name in stuck if most[name]}
         new_plan = _plan(situation, replicas, steps, moves, costs)
@@ -374,7 +374,7 @@ def _group_replicas(situation: Situation) -> _ReplicaGroups:
 def _plan(
     situation: Situation,
     replicas: _ReplicaGroups,
-    steps: Mapping[str, Step],
+    steps: Mapping[str, ModelStep],
     moves: int,
     costs: Mapping[str, float] | None,
 ) -> Plan:

@@ -8,7 +8,7 @@ from orchestrator.fleet.replica_states import State
 from orchestrator.rollout.rollout_step import DesiredModel, Situation, compute_goal
 from placements.facts.plural import plural
 from placements.spec.lifecycle import Strategy
-from placements.spec.notation import Pin
+from placements.spec.notation import CorePin
 
 END_S = 2.0
 """From the last answer of a replica until its cores are free, on Neuron devices: kill and confirmation of death."""
@@ -100,7 +100,7 @@ def _obstacle(situation: Situation, desired: DesiredModel) -> str | None:
         for candidate in places
         if candidate.model == name and candidate.cores is not None
     )
-    range = Pin(cores, host if len(situation.hosts) > 1 else None)
+    range = CorePin(cores, host if len(situation.hosts) > 1 else None)
     return (
         f"{conflict} and {_free_cores(situation)} cores are free: with a further range in `cores`, such as {range}, or "
         f"without the {noun}, the new replica would start beside the old one"

@@ -8,14 +8,14 @@ import sys
 from pathlib import Path
 
 from placements.lmi.importing import LOADED, LmiModel
-from placements.lmi.settings import Setting, UnreadableSettings, read_properties
+from placements.lmi.settings import LmiSetting, UnreadableSettings, read_properties
 from placements.spec.notation import unusable_path
 
 PROPERTIES = "serving.properties"
 _LOADED = re.compile(r"\[?([^:=\[\]]+)(?::[^=\[\]]*)?\]?=(.+)")  # NAME:VERSION:ENGINE:DEVICES=URL, as LMI reads it
 
 
-def lmi_models(file: str | None, environment: list[Setting]) -> list[LmiModel]:
+def lmi_models(file: str | None, environment: list[LmiSetting]) -> list[LmiModel]:
     """Returns the models of a `serving.properties`, of a folder with one or with such folders, or else of the
     environment. Raises UnreadableSettings."""
     if file is not None and file != "-" and not unusable_path(file) and Path(file).is_dir():
@@ -46,7 +46,7 @@ def lmi_models(file: str | None, environment: list[Setting]) -> list[LmiModel]:
     return models or [LmiModel("", [], environment)]
 
 
-def _properties(folder: Path, given: str) -> list[Setting]:
+def _properties(folder: Path, given: str) -> list[LmiSetting]:
     below = Path(given) / folder.relative_to(Path(given).absolute()) / PROPERTIES
     return read_properties(content(str(below)), str(below))
 

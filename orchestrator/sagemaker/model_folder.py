@@ -16,7 +16,7 @@ from orchestrator.sagemaker.lmi_files import PROPERTIES, lmi_models
 from placements.facts.machine import Machine
 from placements.facts.topology import DEGREES, TOPOLOGIES
 from placements.lmi.importing import LmiModel, import_lmi
-from placements.lmi.settings import Setting, UnreadableSettings, read_environment
+from placements.lmi.settings import LmiSetting, UnreadableSettings, read_environment
 from placements.planner.plan import plan
 from placements.planner.spec_hosts import DEFAULT_EMULATION
 from placements.spec.notation import is_path, resolved
@@ -160,7 +160,7 @@ def _make_absolute(fields: Fields, folder: Path) -> None:
         resolve(command, range(len(command))[:1])
 
 
-def _lmi_settings(environment: Mapping[str, str]) -> list[Setting]:
+def _lmi_settings(environment: Mapping[str, str]) -> list[LmiSetting]:
     """Returns LMI's settings in a container's environment."""
     chosen = {key: value for key, value in environment.items() if key.startswith(LMI_VARIABLES)}
     return read_environment(json.dumps(chosen), "environment") if chosen else []

@@ -18,11 +18,11 @@ from placements.planner.capacity import Capacity, Need, Place, Vacancy
 from placements.planner.host_pool import HostPool
 from placements.planner.tenants import Tenant
 
-__all__ = ["FleetNow", "History", "Load", "ModelNow", "Objectives", "Targets", "autoscale"]
+__all__ = ["FleetNow", "History", "LatencyObjectives", "Load", "ModelNow", "Targets", "autoscale"]
 
 
 @dataclass(frozen=True)
-class Objectives:
+class LatencyObjectives:
     """The latency objectives of a model's requests, in seconds; None: no objective."""
 
     ttft_s: float | None = None
@@ -42,7 +42,7 @@ class ModelNow:
     max: int  # at this time, with the schedules
     priority: int = 0  # higher first
     load_s: float = 60.0  # from the start of a replica to its first request
-    objectives: Objectives = Objectives()
+    objectives: LatencyObjectives = LatencyObjectives()
     idle_s: float = 600.0  # time without a request until it scales to zero
     override: int | None = None  # the number of replicas that an operator has set
     target: int = 0  # the last decision

@@ -11,7 +11,7 @@ from orchestrator.scaling.demand_report import Counts
 from orchestrator.scaling.forecast import Load
 from orchestrator.simulate.scaling_policy import ScalingPolicy
 from orchestrator.simulate.scenario import Scenario
-from orchestrator.simulate.simulated_fleet import Change, Phase, SimFleet
+from orchestrator.simulate.simulated_fleet import Change, SimFleet, SimulatedPhase
 from orchestrator.simulate.simulated_model import SimModel
 from orchestrator.simulate.simulated_queue import Measured, SimulatedQueue
 from orchestrator.simulate.simulated_replica import SimReplica
@@ -26,7 +26,7 @@ GRACE_S = 3600.0
 
 
 @dataclass(frozen=True)
-class Decision:
+class PolicyDecision:
     """One decision of the policy about one model."""
 
     at: float
@@ -48,7 +48,7 @@ class Outcome:
     host_s: Mapping[str, float]  # seconds with a machine, by host
     host_starts: int  # machines that were requested
     changes: tuple[Change, ...] = ()
-    decisions: tuple[Decision, ...] = ()
+    decisions: tuple[PolicyDecision, ...] = ()
 
     @property
     def attainment(self) -> float:
@@ -106,7 +106,7 @@ class _Run:
             queue.on_empty = self.fleet.emptied
             self.queues[model.name] = queue
         self.targets: dict[str, int] = {}
-        self.decisions: list[Decision] | None = [] if record else None
+        self.decisions: list[PolicyDecision] | None = [] if record else None
         self._first_ready: dict[str, float | None] = dict.fromkeys(self.queues, None)
         self._pool = HostPool(scenario.hosts, {}, prices(scenario.spec, scenario.hosts))
         self._needs = needs(scenario.spec, self._pool, scenario.checkpoints)
@@ -159,7 +159,7 @@ class _Run:
 
     def _wake(self, _: object) -> None:
         self._woken = False
-        starting = {name for (name, _), holder in self.fleet.holders.items() if holder.phase is Phase.LOADING}
+        starting = {name for (name, _), holder in self.fleet.holders.items() if holder.phase is SimulatedPhase.LOADING}
         idle = [queue for name, queue in self.queues.items() if not queue.replicas and name not in starting]
         cold = [queue.model for queue in idle if queue.waiting]
         self._by_request |= {model.name for model in cold if not model.auto and model.max}
@@ -183,7 +183,7 @@ class _Run:
         if self.decisions is not None:
             for name, reason in decision.reasons.items():
                 if before[name] != self.targets[name]:
-                    self.decisions.append(Decision(now, name, before[name], self.targets[name], reason))
+                    self.decisions.append(PolicyDecision(now, name, before[name], self.targets[name], reason))
         if self.targets != before:
             self.fleet.apply(self.targets)
 

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from orchestrator.simulate.simulated_replica import NEVER, SimReplica
 from orchestrator.simulate.simulated_request import SimRequest
-from workers.batching.encode_queue import EncodeQueue, Place, shares
+from workers.batching.encode_queue import EncodeQueue, WaitingInput, shares
 from workers.messages.encoder_protocol import EncodeInput
 
 
@@ -22,7 +22,7 @@ class SimEncoder(SimReplica):
     """
 
     _queue: EncodeQueue = field(init=False)
-    _batch: list[Place] = field(default_factory=list)  # that runs
+    _batch: list[WaitingInput] = field(default_factory=list)  # that runs
     _batch_s: float = 0.0
     _open: dict[str, tuple[SimRequest, int]] = field(default_factory=dict)  # by number, with its missing inputs
 

@@ -20,7 +20,7 @@ from placements.planner.placement import Placement, Running
 from placements.planner.plan import Plan, plan
 
 
-class Phase(Enum):
+class SimulatedPhase(Enum):
     LOADING = "loading"
     READY = "ready"
     DRAINING = "draining"
@@ -35,7 +35,7 @@ class Holder:
     replica: SimReplica
     started_at: float
     since: float  # in this phase
-    phase: Phase = Phase.LOADING
+    phase: SimulatedPhase = SimulatedPhase.LOADING
 
     @property
     def running(self) -> Running:
@@ -99,9 +99,9 @@ class SimFleet:
         ready, loading = dict.fromkeys(self.loads, 0), dict.fromkeys(self.loads, 0)
         since: dict[str, float | None] = dict.fromkeys(self.loads, None)
         for (name, _), holder in self.holders.items():
-            if holder.phase is Phase.READY:
+            if holder.phase is SimulatedPhase.READY:
                 ready[name] += 1
-            elif holder.phase is Phase.LOADING:
+            elif holder.phase is SimulatedPhase.LOADING:
                 loading[name] += 1
             else:
                 continue
@@ -113,7 +113,7 @@ class SimFleet:
         """Returns by model: host (by ``numbers``) and first core of each loading, ready, pending or awaited
         replica, lowest index first."""
         places: dict[str, list[tuple[int, tuple[int, int]]]] = {name: [] for name in self.loads}
-        live = [holder.placement for holder in self.holders.values() if holder.phase is not Phase.DRAINING]
+        live = [holder.placement for holder in self.holders.values() if holder.phase is not SimulatedPhase.DRAINING]
         for placement in [*live, *self._pending, *self._awaited]:
             if placement.cores is not None:
                 place = numbers[placement.host], placement.cores.first
@@ -124,7 +124,7 @@ class SimFleet:
         """Plans for these numbers of replicas and starts the changes. With ``at_once`` new replicas are ready
         immediately, as at the start of a run."""
         self._counts = dict(counts)
-        live = [holder for holder in self.holders.values() if holder.phase is not Phase.DRAINING]
+        live = [holder for holder in self.holders.values() if holder.phase is not SimulatedPhase.DRAINING]
         new_plan = self._plan(self.hosts.usable)
         if new_plan.unplaced and self.hosts.keep_leaving():
             new_plan = self._plan(self.hosts.usable)
@@ -140,7 +140,7 @@ class SimFleet:
         for holder in live:  # 1
             if holder.running in wanted:
                 del wanted[holder.running]
-            elif holder.phase is Phase.LOADING:
+            elif holder.phase is SimulatedPhase.LOADING:
                 self._end(holder)
             else:
                 self._drain(holder)
@@ -167,7 +167,7 @@ class SimFleet:
     # Inside
 
     def _plan(self, hosts: Sequence[Host]) -> Plan:
-        live = [holder.running for holder in self.holders.values() if holder.phase is not Phase.DRAINING]
+        live = [holder.running for holder in self.holders.values() if holder.phase is not SimulatedPhase.DRAINING]
         return plan(self.scenario.spec, hosts, self.scenario.checkpoints, live, dict(self._counts))
 
     def _request_hosts(self) -> Plan:
@@ -214,27 +214,27 @@ class SimFleet:
             self.clock.at(now + model.load_s, self._ready, holder)
 
     def _ready(self, holder: Holder) -> None:
-        if holder.phase is Phase.LOADING:
-            holder.phase, holder.since = Phase.READY, self.clock.now
+        if holder.phase is SimulatedPhase.LOADING:
+            holder.phase, holder.since = SimulatedPhase.READY, self.clock.now
             self._record(holder, "ready")
             self.on_ready(holder.placement.model, holder.replica)
 
     def _drain(self, holder: Holder) -> None:
         name = holder.placement.model
-        holder.phase, holder.since = Phase.DRAINING, self.clock.now
+        holder.phase, holder.since = SimulatedPhase.DRAINING, self.clock.now
         self._record(holder, "drain")
         self.clock.at(self.clock.now + self._drain_s[name], self._cut_off, holder)
         self.on_drain(name, holder.replica)
 
     def _cut_off(self, holder: Holder) -> None:
-        if holder.phase is Phase.DRAINING:
+        if holder.phase is SimulatedPhase.DRAINING:
             self.on_lost(holder.placement.model, holder.replica.take_all())
             self._end(holder)
             self._start_pending()
 
     def _end(self, holder: Holder) -> None:
         placement = holder.placement
-        holder.phase = Phase.GONE
+        holder.phase = SimulatedPhase.GONE
         del self.holders[placement.model, placement.replica]
         del self._by_replica[holder.replica]
         self._cores[placement.host] &= ~_mask(placement)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from orchestrator.dispatch.dispatcher import QueueSettings
-from orchestrator.scaling.autoscaler import Objectives
+from orchestrator.scaling.autoscaler import LatencyObjectives
 from workers.messages.encoder_protocol import EncoderSpec
 
 TYPICAL_PROMPT = 512  # tokens
@@ -49,9 +49,9 @@ class SimModel(QueueSettings):
     gather_s: float = 0.0  # how long an idle encoder waits until a batch is full
 
     @cached_property
-    def objectives(self) -> Objectives:
+    def objectives(self) -> LatencyObjectives:
         """The objectives for the autoscaler."""
-        return Objectives(self.ttft_s, self.tpot_s, self.queue_s, self.items_per_second)
+        return LatencyObjectives(self.ttft_s, self.tpot_s, self.queue_s, self.items_per_second)
 
     @property
     def typical_prefill_s(self) -> float:

@@ -74,7 +74,7 @@ class Ready(StartEvent):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Failed(StartEvent):
+class StartFailed(StartEvent):
     """The replica cannot be started. The last event."""
 
     failure: Failure
@@ -110,7 +110,7 @@ class StartPipeline:
             async with aclosing(step()) as events:
                 async for event in events:
                     yield event
-                    if isinstance(event, Failed):
+                    if isinstance(event, StartFailed):
                         return
         yield Ready(config=self._config)
 
@@ -118,7 +118,7 @@ class StartPipeline:
         revision = self._state.revision_of_version(self._config.model, self._config.version)
         resolved = await resolve_engine(self._config, revision, self._cluster)
         if isinstance(resolved, Failure):
-            yield Failed(failure=resolved)
+            yield StartFailed(failure=resolved)
             return
         self._config = self._state.pins.pinned(resolved)
         yield Resolved(config=self._config)
@@ -135,7 +135,7 @@ class StartPipeline:
             async with aclosing(self._cluster.fetch(artifact, self._config.host)) as replies:
                 async for reply in replies:
                     if isinstance(reply, Failure):
-                        yield Failed(failure=reply, fetching=True, note=("error", "FetchFailed", str(reply)))
+                        yield StartFailed(failure=reply, fetching=True, note=("error", "FetchFailed", str(reply)))
                         return
                     if isinstance(reply, FetchedArtifact):
                         landed[keys] = reply
@@ -170,7 +170,7 @@ class StartPipeline:
             yield StartEvent(phase="checking", note=("info", "Checking", checking))
             failure = await self._cluster.check(self._config)
             if failure is not None:
-                yield Failed(failure=failure)
+                yield StartFailed(failure=failure)
 
     async def _compile(self) -> AsyncGenerator[StartEvent, None]:
         """The prediction of what the engine's package would compile takes seconds; a start that has nothing to compile
@@ -195,7 +195,7 @@ class StartPipeline:
             with shared.compiling(config):
                 failure = await self._cluster.compile(config)
             if failure is not None and failure.id != NEEDS_DEVICE:
-                yield Failed(failure=failure)
+                yield StartFailed(failure=failure)
             else:
                 took_s = self._state.clock() - began
                 yield StartEvent(note=("info", "Compiled", f"ahead, in {took_s:.0f} s"))

@@ -14,7 +14,7 @@ from orchestrator.fleet.replica_states import STARTING, State
 from orchestrator.records.journal_records import Revision, RolloutState
 from orchestrator.revisions.resolved_revision import ResolvedRevision
 from orchestrator.revisions.rollback import revert_changes
-from orchestrator.rollout.rollout_step import Step, compute_goal
+from orchestrator.rollout.rollout_step import ModelStep, compute_goal
 from orchestrator.state.fleet_state import FleetState
 from placements.facts.machine import Machine
 from placements.spec.schema import ModelSpec
@@ -61,7 +61,7 @@ def leaving(state: FleetState) -> Counter[str]:
     return Counter(view.model for view in state.views.values() if view.model not in names)
 
 
-def _unsettled(state: FleetState, counts: Callable[[Step], bool] = lambda step: True) -> str:
+def _unsettled(state: FleetState, counts: Callable[[ModelStep], bool] = lambda step: True) -> str:
     """Returns the progress of unfinished models as text."""
     parts = []
     for model in state.current.spec.models:

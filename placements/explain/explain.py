@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter, itemgetter
 
-from placements.explain.explanation import Constraint, Explanation, Place
+from placements.explain.explanation import Constraint, ExplainedPlacement, Explanation
 from placements.explain.question import Question, changed, place_text, without
 from placements.explain.remedies import remedies
 from placements.facts.core_range import CoreRange, ranges
@@ -73,7 +73,9 @@ def explain(question: Question, problems: Iterable[Problem] = ()) -> Explanation
         judged.model.priority,
         judged.model.replicas.min,
         judged.target,
-        () if errors else tuple(Place(placement, tuple(facts.reasons(placement))) for placement in judged.placed),
+        ()
+        if errors
+        else tuple(ExplainedPlacement(placement, tuple(facts.reasons(placement))) for placement in judged.placed),
         failed,
         tuple(facts.holds({constraint.id for constraint in failed})),
         search.suggestions if search else (),

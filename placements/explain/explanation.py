@@ -23,7 +23,7 @@ class Constraint:
 
 
 @dataclass(frozen=True)
-class Place:
+class ExplainedPlacement:
     """A placed replica, and the reasons for its place."""
 
     placement: Placement
@@ -48,7 +48,7 @@ class Explanation:
     priority: int
     required: int  # ``replicas.min``
     wanted: int  # replicas that were planned for; 1 for a model scaled to zero
-    places: tuple[Place, ...] = ()
+    places: tuple[ExplainedPlacement, ...] = ()
     failed: tuple[Constraint, ...] = ()  # in the order in which they are judged
     holds: tuple[Constraint, ...] = ()
     suggestions: tuple[Suggestion, ...] = ()  # the smallest change first

@@ -10,18 +10,18 @@ from placements.explain.question import Question, Trial
 from placements.facts.core_range import CoreRange
 from placements.facts.topology import TOPOLOGIES, Host, Topology, alignment
 from placements.planner.spec_hosts import default_reserve
-from placements.spec.notation import Pin
+from placements.spec.notation import CorePin
 from placements.spec.schema import HostsSpec
 
 MOST_HOSTS = 8
 """Hosts whose cordons and cores are tried one by one."""
 
 
-def near_pins(question: Question, pin: Pin, others: Iterable[Pin], *, itself: bool = False) -> list[Pin]:
+def near_pins(question: Question, pin: CorePin, others: Iterable[CorePin], *, itself: bool = False) -> list[CorePin]:
     """Returns legal ranges without other models, the nearest first; with ``itself``, only the pin's own range."""
     tp = question.model.tp_degree
     others = list(others)
-    distances: dict[Pin, int] = {}
+    distances: dict[CorePin, int] = {}
     for host in question.own_hosts[:MOST_HOSTS] if pin.host is None else question.own_hosts:
         if pin.host not in (None, host.name) or host.topology is None or tp > host.cores:
             continue
@@ -36,7 +36,7 @@ def near_pins(question: Question, pin: Pin, others: Iterable[Pin], *, itself: bo
         for first in range(0, host.cores - tp + 1, step):
             cores = CoreRange.of_length(first, tp)
             if not (set(cores) & question.unusable(host) or set(cores) & held) and (not itself or cores == pin.cores):
-                distances.setdefault(Pin(cores, pin.host), abs(first - pin.cores.first))
+                distances.setdefault(CorePin(cores, pin.host), abs(first - pin.cores.first))
     return sorted(distances, key=distances.__getitem__)
 
 

@@ -20,7 +20,7 @@ from placements.resources.host_memory import host_memory
 from placements.resources.memory import estimate, fits, usable_hbm
 from placements.resources.vllm_release import release_on
 from placements.rules.checks import check
-from placements.spec.notation import Pin
+from placements.spec.notation import CorePin
 from placements.spec.schema import ModelSpec, Replicas, Spread
 
 MOVES = (1, 2, 4)
@@ -56,11 +56,11 @@ def remedies(question: Question, plans: int | None = None) -> Remedies:
     ``plans`` limits the plans, by default to MOST_PLANS, or on large fleets to MOST_WORK.
     """
     most = max(_KINDS_SHARE, min(MOST_PLANS, MOST_WORK // max(1, len(question.hosts)))) if plans is None else plans
-    search = _Search(question, most)
+    search = _RemedySearch(question, most)
     return Remedies(tuple(search.suggestions()), search.exhaustive)
 
 
-class _Search:
+class _RemedySearch:
     """Tries changes for one question."""
 
     def __init__(self, question: Question, plans: int) -> None:
@@ -264,7 +264,7 @@ class _Search:
         if not pins or len({pin.cores for pin in pins}) > _MOST_RIVALS:
             return
         for rank in range(_NEAREST):
-            moved: list[Pin] = []
+            moved: list[CorePin] = []
             for pin in pins:
                 others = [*moved, *(other for other in pins if other is not pin)]
                 if not near_pins(self._question, pin, others, itself=True):
@@ -295,7 +295,7 @@ class _Search:
             for rival in chosen:  # the same as pins
                 places = [placement for placement in tried.plan.placements if placement.model == rival.name]
                 cores = [
-                    Pin(place.cores, pin.host and place.host)
+                    CorePin(place.cores, pin.host and place.host)
                     for place, pin in zip(places, rival.cores, strict=False)
                     if place.cores is not None
                 ]

@@ -22,7 +22,7 @@ class CheckpointError(Exception):
 
 
 @dataclass(frozen=True)
-class Parameters:
+class ParameterCounts:
     """A model's parameter counts by purpose. A fused query-key-value projection is counted as its parts."""
 
     embedding: int  # token embedding, with the head if the two are tied
@@ -81,7 +81,7 @@ class Checkpoint:
         return (self.max_positions + _EXTRA_POSITIONS[self.model_type]) * self.hidden
 
     @property
-    def groups(self) -> Parameters:
+    def groups(self) -> ParameterCounts:
         """``parameters`` by group. The groups add up to it exactly."""
         table, positions = self.vocab * (self.embedding_dim or self.hidden), self.learned_positions
         projection = 2 * self.layers * self.hidden * self.head_dim
@@ -89,7 +89,7 @@ class Checkpoint:
         attention, kv = projection * self.heads, projection * self.kv_heads
         head = 0 if self.tied_embeddings else table
         small = self.parameters - (table + head + positions + attention + kv + feed_forward)
-        return Parameters(table, head, positions, attention, kv, feed_forward, small)
+        return ParameterCounts(table, head, positions, attention, kv, feed_forward, small)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], kind: Kind = "generate") -> Checkpoint:

@@ -18,7 +18,7 @@ NAMED_ENGINES: tuple[Engine, ...] = tuple(engine for engine in ENGINES if engine
 BYTES: Mapping[Dtype, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
-class Option(NamedTuple):
+class OptionRange(NamedTuple):
     """The range of a numeric entry of ``engine_options``."""
 
     least: int
@@ -26,11 +26,11 @@ class Option(NamedTuple):
     whole: bool
 
 
-ENGINE_OPTIONS: Mapping[Engine, Mapping[str, Option | None]] = {
-    "cpu": {"prefill_chunk": Option(1, 1 << 24, whole=True), "prefix_cache": None, "compile": None},
-    "echo": {"step_ms": Option(0, 3_600_000, whole=False)},
-    "optimum-neuron": {"prefill_chunk_size": Option(0, 1 << 24, whole=True)},
-    "torch-neuronx": {"compiled_batch": Option(1, 1024, whole=True)},
+ENGINE_OPTIONS: Mapping[Engine, Mapping[str, OptionRange | None]] = {
+    "cpu": {"prefill_chunk": OptionRange(1, 1 << 24, whole=True), "prefix_cache": None, "compile": None},
+    "echo": {"step_ms": OptionRange(0, 3_600_000, whole=False)},
+    "optimum-neuron": {"prefill_chunk_size": OptionRange(0, 1 << 24, whole=True)},
+    "torch-neuronx": {"compiled_batch": OptionRange(1, 1024, whole=True)},
 }
 """The ``engine_options`` of corewright's own engines, of Optimum Neuron and of torch-neuronx; None: a boolean.
 ``prefill_chunk``: tokens of a prompt in one forward pass; ``prefix_cache``: reuse the longest prefix that a slot still

@@ -43,7 +43,7 @@ class KvBlocks(NamedTuple):
         return (self.number + 1) * self.size
 
 
-class Refusal(NamedTuple):
+class PrefixCacheRefusal(NamedTuple):
     """A setting that a prefix cache does not support: its path in the model, why, and the remedy."""
 
     path: tuple[str, ...]
@@ -65,7 +65,7 @@ def prefix_buckets(options: Mapping[str, Any], prefill: Sequence[int]) -> tuple[
 
 def refusals(
     options: Mapping[str, Any], slots: int, max_len: int, prefill: Sequence[int], others: Mapping[str, Any]
-) -> Iterator[Refusal]:
+) -> Iterator[PrefixCacheRefusal]:
     """Yields what a prefix cache does not support.
 
     Without ``prefill``, its buckets are the doubling ones. ``others`` are fields of the model that must not be set, by
@@ -76,35 +76,43 @@ def refusals(
     prefill = prefill or [*(length for length in doubling if length < max_len), max_len]
     for field, value in others.items():
         if value is not None:
-            yield Refusal((field,), f"{field} is not supported together with a prefix cache", f"remove {field}")
+            yield PrefixCacheRefusal(
+                (field,), f"{field} is not supported together with a prefix cache", f"remove {field}"
+            )
     if slots == 1:
         what = "a prefix cache needs at least two slots: with one, AWS reports wrong answers"
-        yield Refusal(("max_batch",), what, "set max_batch: 2 or more")
+        yield PrefixCacheRefusal(("max_batch",), what, "set max_batch: 2 or more")
     if max_len < SHORTEST:
         what = f"a prefix cache needs slots of at least {SHORTEST} tokens, not {max_len}"
-        yield Refusal(("max_len",), what, f"set max_len: {SHORTEST} or more")
+        yield PrefixCacheRefusal(("max_len",), what, f"set max_len: {SHORTEST} or more")
     if prefill[0] < SHORTEST:
         what = f"with a prefix cache a prefill bucket needs at least {SHORTEST} tokens, not {prefill[0]}"
-        yield Refusal(("buckets",), what, "remove the shorter buckets")
+        yield PrefixCacheRefusal(("buckets",), what, "remove the shorter buckets")
     if size & (size - 1):
         what = f"engine_options.pa_block_size is {size}; it must be a power of two"
-        yield Refusal((at, "pa_block_size"), what, f"use {BLOCK}")
+        yield PrefixCacheRefusal((at, "pa_block_size"), what, f"use {BLOCK}")
         return  # the other options are counted in blocks
     if number < (least := slots * -(-max_len // size)):
         what = f"engine_options.pa_num_blocks is {number}, but {slots} slots of {max_len} tokens need {least} blocks"
-        yield Refusal((at, "pa_num_blocks"), what, f"use at least {least}, or remove it")
+        yield PrefixCacheRefusal((at, "pa_num_blocks"), what, f"use at least {least}, or remove it")
     prefixes, longest = options.get("prefix_buckets"), prefill[-1]
     if isinstance(prefixes, list) and all(type(length) is int for length in prefixes):
         wrong = [length for length in prefixes if length % size or not 0 < length < longest]
         if wrong or prefixes != sorted(set(prefixes)):
             what = f"engine_options.prefix_buckets is {prefixes}; it must be ascending multiples of the {size} tokens "
-            yield Refusal((at, "prefix_buckets"), what + f"of a block below the longest prompt, {longest}", "")
+            yield PrefixCacheRefusal(
+                (at, "prefix_buckets"), what + f"of a block below the longest prompt, {longest}", ""
+            )
     if not prefix_buckets(options, prefill):
         what = "no prefix can be cached: no prefill bucket but the longest is a multiple of "
-        yield Refusal((at, "prefix_cache"), what + f"the {size} tokens of a block", "set engine_options.prefix_buckets")
+        yield PrefixCacheRefusal(
+            (at, "prefix_cache"), what + f"the {size} tokens of a block", "set engine_options.prefix_buckets"
+        )
     for name in UNTESTED:
         if options.get(name) not in (None, False, 0) and (name, options[name]) != ("cp_degree", 1):
-            yield Refusal((at, name), f"engine_options.{name} is not tested with a prefix cache", "remove it")
+            yield PrefixCacheRefusal(
+                (at, name), f"engine_options.{name} is not tested with a prefix cache", "remove it"
+            )
 
 
 def _whole(value: Any, default: int) -> int:

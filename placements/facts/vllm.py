@@ -20,7 +20,7 @@ PluginRelease = Literal["0.2", "0.4", "0.5", "0.21", "0.24"]
 DraftMethod = Literal["draft_model", "eagle", "eagle3"]
 
 
-class Release(NamedTuple):
+class VllmNeuron(NamedTuple):
     """A release of `vllm-neuron`: the vLLM and the Neuron SDK that it is for."""
 
     plugin: PluginRelease
@@ -40,12 +40,12 @@ class Release(NamedTuple):
         return ("eagle",) if self.plugin == "0.2" else ("eagle", "eagle3")
 
 
-RELEASES: tuple[Release, ...] = (
-    Release("0.2", "0.11", "2.27"),
-    Release("0.4", "0.13", "2.28"),
-    Release("0.5", "0.16", "2.29 to 2.31"),
-    Release("0.21", "0.21", "2.31"),
-    Release("0.24", "0.24", "2.32"),
+RELEASES: tuple[VllmNeuron, ...] = (
+    VllmNeuron("0.2", "0.11", "2.27"),
+    VllmNeuron("0.4", "0.13", "2.28"),
+    VllmNeuron("0.5", "0.16", "2.29 to 2.31"),
+    VllmNeuron("0.21", "0.21", "2.31"),
+    VllmNeuron("0.24", "0.24", "2.32"),
 )
 """By AWS's release notes (nxd-inference.rst, containers.rst, vllm-user-guide-v1.rst), oldest first."""
 
@@ -73,7 +73,7 @@ def hbm_share(options: Mapping[str, Any]) -> float:
     return float(given) if isinstance(given, int | float) and 0 < given <= 1 else 0.9
 
 
-def release_for(machines: str, named: PluginRelease | None = None) -> Release:
+def release_for(machines: str, named: PluginRelease | None = None) -> VllmNeuron:
     """Returns the release to plan for: the named one, else the last that runs on the family of machines."""
     name = named or LAST_FOR.get(machines, RELEASES[-1].plugin)
     return next(release for release in RELEASES if release.plugin == name)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from placements.lmi.settings import Setting
+from placements.lmi.settings import LmiSetting
 
 Fate = Literal["mapped", "dropped", "refused"]
 Read = Callable[[str], Any]
@@ -18,7 +18,7 @@ FALSE = frozenset({"false", "0", "f", "no", "n", "off"})
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SettingOutcome:
     """What became of one setting: of the line ``where`` (FILE:LINE), ``what`` is the field, or the reason."""
 
     where: str
@@ -38,12 +38,12 @@ class Conversion:
     smart: bool  # LMI from 0.30 on, which chooses some defaults by memory
     alone: bool
     trust_remote_code: bool
-    settings: dict[str, Setting] = field(default_factory=dict)  # those that count, by name
+    settings: dict[str, LmiSetting] = field(default_factory=dict)  # those that count, by name
     fields: dict[str, Any] = field(default_factory=dict)
     comments: dict[str, list[str]] = field(default_factory=dict)  # by line of the spec, see `line_of`
-    origins: dict[str, list[Setting]] = field(default_factory=dict)  # by line of the spec
+    origins: dict[str, list[LmiSetting]] = field(default_factory=dict)  # by line of the spec
     defaults: list[str] = field(default_factory=list)  # fields that no setting has set
-    outcomes: list[Outcome] = field(default_factory=list)
+    outcomes: list[SettingOutcome] = field(default_factory=list)
 
     def text(self, name: str) -> str:
         """Returns the value of a setting; empty without it."""
@@ -58,7 +58,7 @@ class Conversion:
             self.fields[name] = value
         self.comments.setdefault(line_of(path), []).append(comment)
 
-    def map(self, setting: Setting, path: str, value: Any) -> None:
+    def map(self, setting: LmiSetting, path: str, value: Any) -> None:
         """Set the field that replaces a setting."""
         self.put(path, value, setting.written)
         self.origins.setdefault(line_of(path), []).append(setting)
@@ -80,11 +80,11 @@ class Conversion:
             ]
             self.note(setting, "refused", reason)
 
-    def sorted_outcomes(self) -> list[Outcome]:
+    def sorted_outcomes(self) -> list[SettingOutcome]:
         """Returns the outcomes in the order of their files' lines."""
         labels = list(dict.fromkeys(setting.label for setting in self.settings.values()))
 
-        def place(outcome: Outcome) -> tuple[int, int]:
+        def place(outcome: SettingOutcome) -> tuple[int, int]:
             label, _, line = outcome.where.rpartition(":")
             return labels.index(label) if label in labels else len(labels), int(line)
 
@@ -96,9 +96,9 @@ class Conversion:
         lost = {(outcome.where, outcome.written) for outcome in self.outcomes if outcome.fate == "refused"}
         return frozenset(setting.name for setting in self.settings.values() if (setting.where, setting.written) in lost)
 
-    def note(self, setting: Setting, fate: Fate, what: str) -> None:
+    def note(self, setting: LmiSetting, fate: Fate, what: str) -> None:
         """Record what became of a setting."""
-        self.outcomes.append(Outcome(setting.where, setting.written, fate, what))
+        self.outcomes.append(SettingOutcome(setting.where, setting.written, fate, what))
 
 
 def line_of(path: str) -> str:

@@ -12,9 +12,9 @@ import yaml
 
 from placements.facts.engines import Engine
 from placements.facts.topology import TOPOLOGIES, Host
-from placements.lmi.conversion import Conversion, Outcome, line_of
+from placements.lmi.conversion import Conversion, SettingOutcome, line_of
 from placements.lmi.rows import ENGINES, HANDLERS, ROWS, reason_for
-from placements.lmi.settings import IMAGE, Setting, merged
+from placements.lmi.settings import IMAGE, LmiSetting, merged
 from placements.lmi.vllm_rows import vllm_row
 from placements.rules.checks import check
 from placements.spec.notation import name_from
@@ -57,8 +57,8 @@ class LmiModel:
     """The settings of one model: those of its `serving.properties` and of the container's environment."""
 
     name: str  # of its folder; "" if it has none
-    files: Sequence[Setting]
-    environment: Sequence[Setting]
+    files: Sequence[LmiSetting]
+    environment: Sequence[LmiSetting]
     folder: str = ""  # with the checkpoint, if no setting names another source
     listed: bool = False  # by LOADED in the environment
 
@@ -68,7 +68,7 @@ class Imported:
     """The spec's text, and what became of each setting."""
 
     spec: str
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[SettingOutcome, ...]
 
     @property
     def refused(self) -> bool:
@@ -109,7 +109,7 @@ def import_lmi(
     return Imported(spec, tuple(outcome for each in conversions.values() for outcome in each.sorted_outcomes()))
 
 
-def _version(environment: Sequence[Setting]) -> tuple[int, int]:
+def _version(environment: Sequence[LmiSetting]) -> tuple[int, int]:
     """Returns the version of DJL Serving of a container's image."""
     found = next((match for each in environment if each.name == IMAGE if (match := _IMAGE.search(each.value))), None)
     return VERSION if found is None else (int(found[1]), int(found[2]))
@@ -151,7 +151,7 @@ def _convert(conversion: Conversion, model: LmiModel, engine: Engine | None) -> 
             conversion.put("source", model.folder, "the folder of serving.properties")
         elif "model_id" not in conversion.settings:
             where = settings[0].where if settings else "-:1"
-            conversion.outcomes.append(Outcome(where, "option.model_id", "refused", UNNAMED))
+            conversion.outcomes.append(SettingOutcome(where, "option.model_id", "refused", UNNAMED))
     _defaults(conversion)
 
 
@@ -227,7 +227,7 @@ def _texts(fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield f"{field}.{name}", f"  {name}: {_yaml(value)}"
 
 
-def _comment(outcome: Outcome) -> str:
+def _comment(outcome: SettingOutcome) -> str:
     """Returns what was refused on one line that YAML accepts."""
     return "".join(letter if letter.isprintable() else " " for letter in f"{outcome.written}: {outcome.what}")
 

@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping
 
 from placements.facts.engines import Engine
 from placements.lmi.conversion import TRUE, Conversion, Read, boolean, integer, lengths, one_of, text
-from placements.lmi.settings import IMAGE, MODEL_DATA, Setting
+from placements.lmi.settings import IMAGE, MODEL_DATA, LmiSetting
 from placements.rules.options.owned import UNSERVED
 from placements.spec.notation import source_kind
 
-Row = Callable[[Conversion, Setting], None]
+Row = Callable[[Conversion, LmiSetting], None]
 
 ENGINES: Mapping[str, Engine] = {
     "tnx": "transformers-neuronx",
@@ -56,7 +56,7 @@ def refused(reason: str) -> Row:
 def _unless(harmless: frozenset[str] | set[str], reason: str) -> Row:
     """Drops these values, which change nothing, and refuses others."""
 
-    def row(model: Conversion, setting: Setting) -> None:
+    def row(model: Conversion, setting: LmiSetting) -> None:
         fine = setting.value.lower() in harmless
         model.note(setting, "dropped" if fine else "refused", "it changes nothing" if fine else reason)
 
@@ -66,7 +66,7 @@ def _unless(harmless: frozenset[str] | set[str], reason: str) -> Row:
 def _option(read: Read, *, if_true: bool = False) -> Row:
     """An option of transformers-neuronx's NeuronConfig; LMI passes a false one of ``if_true`` not on."""
 
-    def row(model: Conversion, setting: Setting) -> None:
+    def row(model: Conversion, setting: LmiSetting) -> None:
         value = read(setting.value)
         reason = UNSERVED["transformers_neuronx.NeuronConfig"].get(setting.name)
         if if_true and value is False:
@@ -84,7 +84,7 @@ def _option(read: Read, *, if_true: bool = False) -> Row:
 def _flag(flag: str) -> Row:
     """A compiler flag, which LMI adds for any value."""
 
-    def row(model: Conversion, setting: Setting) -> None:
+    def row(model: Conversion, setting: LmiSetting) -> None:
         if setting.value.lower() not in TRUE:
             model.comments.setdefault("compiler", []).append(f"LMI adds {flag} for any value")
         _add_flags(model, setting, flag)
@@ -92,12 +92,12 @@ def _flag(flag: str) -> Row:
     return row
 
 
-def _add_flags(model: Conversion, setting: Setting, flags: str) -> None:
+def _add_flags(model: Conversion, setting: LmiSetting, flags: str) -> None:
     before = model.fields.get("compiler", {}).get("flags", "")
     model.map(setting, "compiler.flags", f"{before} {flags}".strip())
 
 
-def _source(model: Conversion, setting: Setting) -> None:
+def _source(model: Conversion, setting: LmiSetting) -> None:
     if setting.value.rstrip("/") == _MODEL_FOLDER and MODEL_DATA in model.settings:
         model.note(setting, "dropped", f"SageMaker's folder for {MODEL_DATA}")
         return
@@ -107,7 +107,7 @@ def _source(model: Conversion, setting: Setting) -> None:
     model.map(setting, "source", setting.value)
 
 
-def _model_data(model: Conversion, setting: Setting) -> None:
+def _model_data(model: Conversion, setting: LmiSetting) -> None:
     if model.text("model_id") and model.text("model_id").rstrip("/") != _MODEL_FOLDER:
         model.note(setting, "dropped", f"{model.settings['model_id'].written} counts")
     elif setting.value.endswith(".tar.gz"):
@@ -116,7 +116,7 @@ def _model_data(model: Conversion, setting: Setting) -> None:
         _source(model, setting)
 
 
-def degree_row(model: Conversion, setting: Setting) -> None:
+def degree_row(model: Conversion, setting: LmiSetting) -> None:
     """The tensor-parallel degree; `max` are all cores."""
     if setting.value == "max":
         model.map(setting, "tp_degree", model.cores)
@@ -126,14 +126,14 @@ def degree_row(model: Conversion, setting: Setting) -> None:
         model.map(setting, "tp_degree", int(setting.value))
 
 
-def _static_batch(model: Conversion, setting: Setting) -> None:
+def _static_batch(model: Conversion, setting: LmiSetting) -> None:
     if model.text("rolling_batch") not in ("", "disable") and model.text("batch_size") in ("", "1"):
         model.note(setting, "dropped", "rolling batches are on, so max_rolling_batch_size counts")
     else:
         model.map(setting, "max_batch", integer(setting.value))
 
 
-def _rolling_batch(model: Conversion, setting: Setting) -> None:
+def _rolling_batch(model: Conversion, setting: LmiSetting) -> None:
     if setting.value == "disable":
         model.note(setting, "dropped", "batches always roll if the model's class supports it; max_batch is batch_size")
     elif setting.value == "vllm":
@@ -142,19 +142,19 @@ def _rolling_batch(model: Conversion, setting: Setting) -> None:
         model.note(setting, "dropped", "always, if the model's class supports it")
 
 
-def _loader(model: Conversion, setting: Setting) -> None:
+def _loader(model: Conversion, setting: LmiSetting) -> None:
     one_of(*ENGINES)(setting.value)
     model.note(setting, "mapped", "engine")
 
 
-def _entry_point(model: Conversion, setting: Setting) -> None:
+def _entry_point(model: Conversion, setting: LmiSetting) -> None:
     if setting.value.removeprefix("djl_python.").removesuffix(".py") in HANDLERS:
         model.note(setting, "mapped", "engine")
     else:
         raise ValueError(f"{setting.value[:60]!r} is not LMI's Neuron handler; other handlers are code of their own")
 
 
-def _devices(model: Conversion, setting: Setting) -> None:
+def _devices(model: Conversion, setting: LmiSetting) -> None:
     if setting.value == "*":
         model.note(setting, "dropped", "all cores, as by default")
         return
@@ -167,7 +167,7 @@ def _devices(model: Conversion, setting: Setting) -> None:
     model.put("replicas", len(starts), setting.written)
 
 
-def _workers(model: Conversion, setting: Setting) -> None:
+def _workers(model: Conversion, setting: LmiSetting) -> None:
     count = integer(setting.value)
     if (setting.name == "maxWorkers" and count < 1) or count < 0:
         raise ValueError(f"{count} is not a number of workers")
@@ -176,26 +176,26 @@ def _workers(model: Conversion, setting: Setting) -> None:
     model.map(setting, "replicas", least if least == most else {"min": least, "max": most})
 
 
-def _quantize(model: Conversion, setting: Setting) -> None:
+def _quantize(model: Conversion, setting: LmiSetting) -> None:
     one_of("static_int8")(setting.value)
     model.map(setting, "quantize", "int8")
 
 
-def _eight_bit(model: Conversion, setting: Setting) -> None:
+def _eight_bit(model: Conversion, setting: LmiSetting) -> None:
     if boolean(setting.value):
         model.map(setting, "quantize", "int8")
     else:
         model.note(setting, "dropped", "it is false by default")
 
 
-def _split(model: Conversion, setting: Setting) -> None:
+def _split(model: Conversion, setting: LmiSetting) -> None:
     if boolean(setting.value):
         model.map(setting, "allow_pickle", True)
     else:
         model.note(setting, "dropped", "split checkpoints are recognized")
 
 
-def draft_row(model: Conversion, setting: Setting) -> None:
+def draft_row(model: Conversion, setting: LmiSetting) -> None:
     """The draft of speculative decoding."""
     source_kind(setting.value)
     model.map(setting, "draft.source", setting.value)
@@ -203,7 +203,7 @@ def draft_row(model: Conversion, setting: Setting) -> None:
         model.put("draft.k", 5, "LMI's default of speculative_length")
 
 
-def drafted_row(model: Conversion, setting: Setting) -> None:
+def drafted_row(model: Conversion, setting: LmiSetting) -> None:
     """The number of tokens that a draft proposes."""
     if any(model.text(name) for name in _DRAFTS):
         model.map(setting, "draft.k", integer(setting.value))
@@ -211,7 +211,7 @@ def drafted_row(model: Conversion, setting: Setting) -> None:
         model.note(setting, "dropped", "there is no draft model")
 
 
-def _remote_code(model: Conversion, setting: Setting) -> None:
+def _remote_code(model: Conversion, setting: LmiSetting) -> None:
     if not boolean(setting.value):
         model.note(setting, "dropped", "it is false by default")
     elif model.trust_remote_code:
@@ -220,14 +220,14 @@ def _remote_code(model: Conversion, setting: Setting) -> None:
         model.note(setting, "dropped", "the checkpoint's code is trusted only with --trust-remote-code")
 
 
-def _unroll(model: Conversion, setting: Setting) -> None:
+def _unroll(model: Conversion, setting: LmiSetting) -> None:
     if setting.value.lower() == "none":
         model.note(setting, "dropped", "LMI's default")
     else:
         _option(integer)(model, setting)
 
 
-def _sharding(model: Conversion, setting: Setting) -> None:
+def _sharding(model: Conversion, setting: LmiSetting) -> None:
     known = one_of("shard-over-heads", "shard-over-batch", "replicated-heads", "all-gather-heads")
     if model.fields.get("engine") != "transformers-neuronx":
         model.note(setting, "dropped", "an option of transformers-neuronx")
@@ -235,18 +235,18 @@ def _sharding(model: Conversion, setting: Setting) -> None:
         model.map(setting, "group_query_attention", known(setting.value))
 
 
-def _on_device(model: Conversion, setting: Setting) -> None:
+def _on_device(model: Conversion, setting: LmiSetting) -> None:
     if setting.value.lower() in ("false", "0"):
         model.note(setting, "dropped", "it is false by default")
     else:
         model.map(setting, "sampling", "device")
 
 
-def _length(model: Conversion, setting: Setting) -> None:
+def _length(model: Conversion, setting: LmiSetting) -> None:
     model.map(setting, "max_len", integer(setting.value))
 
 
-def _speed(model: Conversion, setting: Setting) -> None:
+def _speed(model: Conversion, setting: LmiSetting) -> None:
     if (level := integer(setting.value)) not in (1, 2, 3):
         raise ValueError(f"{level} is none of 1, 2, 3")
     model.map(setting, "compiler.optlevel", level)
@@ -355,7 +355,7 @@ ROWS: Mapping[str, Row] = {
 }
 
 
-def reason_for(setting: Setting, loader: str) -> str:
+def reason_for(setting: LmiSetting, loader: str) -> str:
     """Returns why a setting without a row is dropped with LMI's loader. Its value may be a secret, and is not shown."""
     name = setting.written
     if _SECRETS & {word.lower() for word in _WORD.findall(name)}:

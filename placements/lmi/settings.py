@@ -50,7 +50,7 @@ _ENVIRONMENTS = ("Environment", "environment", "Environment.Variables")
 
 
 @dataclass(frozen=True)
-class Setting:
+class LmiSetting:
     """One property, by LMI's name without ``option.``, and where it was written."""
 
     name: str
@@ -69,38 +69,38 @@ class UnreadableSettings(Exception):
     """A file that is not of its format; the text says where and why."""
 
 
-def read_properties(text: str, label: str) -> list[Setting]:
+def read_properties(text: str, label: str) -> list[LmiSetting]:
     """Returns the properties of a `serving.properties`. Raises UnreadableSettings."""
     settings, line = [], 1
     try:
         for element in javaproperties.parse(text):
             if isinstance(element, javaproperties.KeyValue):
                 name = element.key.removeprefix("option.")
-                settings.append(Setting(name, element.value.strip(), label, line, element.key))
+                settings.append(LmiSetting(name, element.value.strip(), label, line, element.key))
             line += element.source.count("\n")
     except javaproperties.InvalidUEscapeError as error:
         raise UnreadableSettings(f"{label}:{line}: {error}") from None
     return settings
 
 
-def read_environment(text: str, label: str) -> list[Setting]:
+def read_environment(text: str, label: str) -> list[LmiSetting]:
     """Returns the variables of a container: lines `KEY=VALUE`, or JSON: a mapping, a list of `{name, value}` as in a
     task definition, or one of these below `Environment`, in a SageMaker model, as its `describe-model` prints it. Of
     that the model's data and the image are settings, too. Raises UnreadableSettings."""
     pairs = _from_json(text, label) if text.lstrip().startswith(("{", "[")) else _from_lines(text, label)
     return [
-        Setting(name, value, label, line, variable)
+        LmiSetting(name, value, label, line, variable)
         for variable, value, line in pairs
         if value and (name := _property_of(variable))
     ]
 
 
-def merged(files: Iterable[Setting], environment: Iterable[Setting]) -> tuple[list[Setting], list[Setting]]:
+def merged(files: Iterable[LmiSetting], environment: Iterable[LmiSetting]) -> tuple[list[LmiSetting], list[LmiSetting]]:
     """Returns the settings that count, and those that they hide. Of a file the last counts, and the file before the
     environment; there `HF_...`, which LMI writes to a file, before `OPTION_...`, and the others are defaults."""
     ranked = sorted(environment, key=lambda setting: not setting.written.startswith("OPTION_"))
     ranked.sort(key=lambda setting: not setting.written.startswith("HF_"))
-    chosen: dict[str, Setting] = {}
+    chosen: dict[str, LmiSetting] = {}
     every = [*reversed(list(files)), *ranked]
     for setting in every:
         chosen.setdefault(setting.name, setting)

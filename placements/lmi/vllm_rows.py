@@ -12,7 +12,7 @@ from typing import Any
 
 from placements.lmi.conversion import Conversion, boolean, integer, one_of, text
 from placements.lmi.rows import ROWS, Row, degree_row, draft_row, drafted_row, dropped, field_row, refused
-from placements.lmi.settings import Setting
+from placements.lmi.settings import LmiSetting
 from placements.rules.options.option import Option
 from placements.rules.options.vllm_flags import CONFIGS, FIELDS, FLAGS, REFUSED
 
@@ -42,7 +42,7 @@ def vllm_row(name: str) -> Row | None:
 def _flag_row(name: str) -> Row:
     """An engine option of the same name."""
 
-    def row(model: Conversion, setting: Setting) -> None:
+    def row(model: Conversion, setting: LmiSetting) -> None:
         value = _value(FLAGS[name], setting.value)
         if model.fields["engine"] != "vllm":
             model.note(setting, "dropped", "an option of vLLM")
@@ -81,7 +81,7 @@ def _decoded(written: str) -> Any:
         return written
 
 
-def _prefix_cache(model: Conversion, setting: Setting) -> None:
+def _prefix_cache(model: Conversion, setting: LmiSetting) -> None:
     if not boolean(setting.value):
         model.note(setting, "dropped", "it is false by default")
     elif model.fields["engine"] in ("vllm", "nxd-inference", "cpu"):
@@ -90,25 +90,25 @@ def _prefix_cache(model: Conversion, setting: Setting) -> None:
         raise ValueError(f"{model.fields['engine']} has no prefix cache")
 
 
-def _quantize(model: Conversion, setting: Setting) -> None:
+def _quantize(model: Conversion, setting: LmiSetting) -> None:
     model.map(setting, "quantize", METHODS[one_of(*METHODS)(setting.value)])
 
 
-def _quantize_kv(model: Conversion, setting: Setting) -> None:
+def _quantize_kv(model: Conversion, setting: LmiSetting) -> None:
     if setting.value == "auto":
         model.note(setting, "dropped", "vLLM's default")
     else:
         model.map(setting, "quantize_kv", one_of("fp8")(setting.value))
 
 
-def _dtype(model: Conversion, setting: Setting) -> None:
+def _dtype(model: Conversion, setting: LmiSetting) -> None:
     if setting.value == "auto":
         model.note(setting, "dropped", "vLLM's default")
     else:
         model.map(setting, "dtype", DTYPES[one_of(*DTYPES)(setting.value)])
 
 
-def _neuron_config(model: Conversion, setting: Setting) -> None:
+def _neuron_config(model: Conversion, setting: LmiSetting) -> None:
     """Options of NxD Inference. Those that a field sets are not repeated: lists of lengths become `buckets`, others are
     refused by name."""
     options = _decoded(setting.value)

@@ -14,7 +14,7 @@ from placements.planner.host_pool import HostPool
 from placements.planner.packer import Packer
 from placements.planner.replica_demand import coreless_kinds, demands
 from placements.planner.tenants import Demand, Space, Tenant
-from placements.spec.notation import Pin
+from placements.spec.notation import CorePin
 from placements.spec.schema import Spec
 
 Place = tuple[int, int]
@@ -25,7 +25,7 @@ class Need(NamedTuple):
     """What the replicas of one model need of hosts."""
 
     demand: Demand
-    pins: tuple[Pin, ...] = ()  # the places of its first replicas
+    pins: tuple[CorePin, ...] = ()  # the places of its first replicas
 
 
 class Vacancy(NamedTuple):
@@ -47,7 +47,7 @@ def needs(spec: Spec, pool: HostPool, checkpoints: Mapping[str, Checkpoint]) -> 
 class Capacity:
     """The cores of a pool's hosts: free, unusable, or held by a replica (a tenant)."""
 
-    def __init__(self, pool: HostPool, pins: Sequence[Pin] = ()) -> None:
+    def __init__(self, pool: HostPool, pins: Sequence[CorePin] = ()) -> None:
         """``pins`` are those of all models: replicas without a pin avoid their cores."""
         self.pool = pool
         spaces = [pool.space(host, idle=pool.pin_mask(host, pins)) for host in range(len(pool.hosts))]
@@ -144,7 +144,7 @@ class Capacity:
                     seen.add(key)
                     yield Vacancy((host, first), tuple(leaving), not on_grid >> first & 1, pin is not None)
 
-    def _starts(self, demand: Demand, pin: Pin | None) -> dict[int, list[int]]:
+    def _starts(self, demand: Demand, pin: CorePin | None) -> dict[int, list[int]]:
         """Returns the legal first cores of a new replica on usable cores, by host."""
         if pin is not None:
             mask = bits(pin.cores)
@@ -175,7 +175,7 @@ class Capacity:
         packer.undo_to(mark)
         return leaving if admitted else []
 
-    def _next_pin(self, need: Need, own: Sequence[Tenant]) -> Pin | None:
+    def _next_pin(self, need: Need, own: Sequence[Tenant]) -> CorePin | None:
         """Returns the pin of the next replica; None if all pins are held: it may go anywhere."""
         unheld = sorted(need.pins, key=lambda pin: pin.host is None)
         for tenant in own:

@@ -17,11 +17,11 @@ from placements.planner.packer import Packer
 from placements.planner.pins import assign
 from placements.planner.placement import Move, Placement, Running, Unplaced
 from placements.planner.refine import move_fewer, serve_more
-from placements.planner.refusals import Refusal, Refusals
+from placements.planner.refusals import PlacementRefusal, Refusals
 from placements.planner.replica_demand import coreless_kinds, demands
 from placements.planner.tenants import Demand, Grade, Tenant
 from placements.resources.threads import threads
-from placements.spec.notation import Pin
+from placements.spec.notation import CorePin
 from placements.spec.problems import Problem
 from placements.spec.schema import ModelSpec, Spec
 
@@ -31,7 +31,7 @@ class PinnedItem:
     """A replica to be placed on a pin."""
 
     tenant: Tenant
-    pin: Pin
+    pin: CorePin
     number: int  # of the pin, in the model's list
 
 
@@ -39,7 +39,7 @@ _LEAST = (1 << 30, True, True)
 """The lowest grade: it displaces nothing."""
 
 
-class Draft:
+class PlanDraft:
     """A plan under construction: free cores, placed replicas, unplaced replicas. The numbers are those of `plan`."""
 
     def __init__(
@@ -72,7 +72,7 @@ class Draft:
         self._busy: Counter[int] = Counter()  # threads of replicas that take no cores, by host
         self._unplaced: list[tuple[int, Unplaced]] = []  # with the order of the model
         self._blocked_pins: list[PinnedItem] = []
-        self._idle_pins: list[Pin] = []
+        self._idle_pins: list[CorePin] = []
         self._thread_counts: list[dict[int, int]] = [{} for _ in spec.models]  # by kind of host
         self._coreless_hosts = [self._hosts_without_cores(model) for model in spec.models]
 
@@ -130,7 +130,9 @@ class Draft:
         if len(used) < count:
             self._add_missing(model, order, count, used, missing)
 
-    def _on_pins(self, pins: Sequence[Pin], running: Sequence[Running]) -> tuple[dict[int, Running], Sequence[Running]]:
+    def _on_pins(
+        self, pins: Sequence[CorePin], running: Sequence[Running]
+    ) -> tuple[dict[int, Running], Sequence[Running]]:
         """Returns the replicas on pins, by pin, and the others. Pins with a host come before pins without one."""
         if not pins:
             return {}, running
@@ -319,7 +321,7 @@ class Draft:
             else:
                 self._report(tenant, required, refusals.pin_taken(item.pin), item.number)
 
-    def _report(self, tenant: Tenant, required: bool, refusal: Refusal, pin: int | None = None) -> None:
+    def _report(self, tenant: Tenant, required: bool, refusal: PlacementRefusal, pin: int | None = None) -> None:
         name = self._names[tenant.model]
         where = self._spec.where("models", name) if pin is None else self._spec.where("models", name, "cores", pin)
         what = f"{name}/{tenant.replica} {refusal.what}"

@@ -10,7 +10,7 @@ from placements.planner.free_cores import FreeCores, bits
 from placements.planner.grid import Grid, grid_of
 from placements.planner.replica_demand import kinds_of
 from placements.planner.tenants import NEVER, Space
-from placements.spec.notation import Pin
+from placements.spec.notation import CorePin
 
 
 class HostPool:
@@ -54,7 +54,7 @@ class HostPool:
         cpus = NEVER if machine.emulated else len(machine.usable_cpus)
         return Space(self.kinds.of[host], self.grid(host, fixed), allowed, allowed, idle, memory, cpus)
 
-    def pin_mask(self, host: int, pins: Iterable[Pin]) -> int:
+    def pin_mask(self, host: int, pins: Iterable[CorePin]) -> int:
         """Returns the cores of a host that one of the pins names."""
         mask = 0
         for pin in pins:
@@ -62,7 +62,7 @@ class HostPool:
                 mask |= bits(pin.cores)
         return mask
 
-    def pin_hosts(self, pin: Pin, kinds: frozenset[int]) -> list[int]:
+    def pin_hosts(self, pin: CorePin, kinds: frozenset[int]) -> list[int]:
         """Returns the hosts of a pin: the one that it names, or all of these kinds (none: of any) that can hold it."""
         if pin.host is not None:
             return [self.numbers[pin.host]] if pin.host in self.numbers else []
@@ -74,7 +74,7 @@ class HostPool:
             and self.grid(host).legal(len(pin.cores)) >> pin.cores.first & 1
         ]
 
-    def is_open(self, pin: Pin) -> bool:
+    def is_open(self, pin: CorePin) -> bool:
         """Returns whether one of the pin's hosts has none of its cores blocked."""
         mask = bits(pin.cores)
         return any(self.allowed[host] & mask == mask for name, host in self.numbers.items() if pin.host in (None, name))

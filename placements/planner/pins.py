@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from placements.planner.free_cores import FreeCores
-from placements.spec.notation import Pin
+from placements.spec.notation import CorePin
 
 SEARCH_STEPS = 2_000
 
 
 def assign(
-    pins: Sequence[Pin], free: Mapping[str, FreeCores], able: Sequence[frozenset[str]] | None = None
+    pins: Sequence[CorePin], free: Mapping[str, FreeCores], able: Sequence[frozenset[str]] | None = None
 ) -> tuple[str | None, ...]:
     """Returns the host of each pin, None for a pin without a place beside the pins before it.
 
@@ -33,7 +33,7 @@ def assign(
 
 
 def _together(
-    pins: Sequence[Pin], chosen: Sequence[int], free: Mapping[str, FreeCores], able: Sequence[frozenset[str]] | None
+    pins: Sequence[CorePin], chosen: Sequence[int], free: Mapping[str, FreeCores], able: Sequence[frozenset[str]] | None
 ) -> dict[int, str] | None:
     """Returns a host for every chosen pin, or None. The search is bounded if pins do not name a host, else exact."""
     remaining = dict(free)

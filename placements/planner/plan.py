@@ -10,7 +10,7 @@ from typing import Any
 from placements.facts.checkpoints import Checkpoint
 from placements.facts.core_range import CoreRange
 from placements.facts.topology import Host
-from placements.planner.draft import Draft
+from placements.planner.draft import PlanDraft
 from placements.planner.host_pool import HostPool
 from placements.planner.placement import Move, Placement, Running, Unplaced
 from placements.spec.problems import Problem, has_errors
@@ -109,7 +109,7 @@ def plan(
     The result is deterministic. Planning again with ``running`` equal to its placements changes nothing, except that
     more moves may be made for replicas that are still missing.
     """
-    draft = Draft(
+    draft = PlanDraft(
         spec, HostPool(hosts, blocked or {}), checkpoints or {}, numbered or {}, moves, costs or {}, held or {}
     )
     draft.keep(running, wanted or {})
@@ -151,7 +151,7 @@ def defragment(
     for allowed in (0, 1, 2, 3, 4, 6, 8, 12, 16, None):
         last = allowed is None or (moves is not None and allowed >= moves)
         most = moves if last else allowed
-        draft = Draft(spec, HostPool(hosts, blocked or {}), checkpoints or {}, {}, most, costs or {}, {})
+        draft = PlanDraft(spec, HostPool(hosts, blocked or {}), checkpoints or {}, {}, most, costs or {}, {})
         draft.keep(observed, counts)
         opening = draft.clear_range(cores)
         if opening is not None:

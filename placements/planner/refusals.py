@@ -14,11 +14,11 @@ from placements.planner.grid import windows
 from placements.planner.host_pool import HostPool
 from placements.planner.tenants import NEVER, Tenant
 from placements.resources.threads import threads
-from placements.spec.notation import Pin
+from placements.spec.notation import CorePin
 from placements.spec.schema import Spec
 
 
-class Refusal(NamedTuple):
+class PlacementRefusal(NamedTuple):
     """The parts of a problem that all replicas of a model share."""
 
     id: str
@@ -33,7 +33,7 @@ class Refusals:
         self._spec = spec
         self._ground = ground
         self._tenants = [tenant for tenant in tenants if tenant.host >= 0]
-        self._known: dict[int, Refusal] = {}  # by model
+        self._known: dict[int, PlacementRefusal] = {}  # by model
         self._opens: dict[tuple[int, frozenset[int]], list[int]] = {}
         self._runs: dict[int, tuple[int, int]] = {}
         hosts, kinds = ground.hosts, ground.kinds.of
@@ -47,7 +47,7 @@ class Refusals:
                 self._memory[host] -= tenant.demand.memory[kinds[host]]
             self._cpus[host] -= threads(model.threads, model.tp_degree, hosts[host])
 
-    def pin_taken(self, pin: Pin) -> Refusal:
+    def pin_taken(self, pin: CorePin) -> PlacementRefusal:
         """Returns the refusal of a replica whose pinned cores are held by others or cannot be used."""
         numbers = self._ground.numbers
         names = [pin.host] if pin.host is not None else list(numbers)
@@ -56,7 +56,7 @@ class Refusals:
         why = "; ".join(reasons[:3]) or "no host has that name"
         what = f"is pinned to cores {pin.cores}{on}, but {why}"
         hint = "`corewright status` shows the holders; free the cores, or change the pin"
-        return Refusal("pin-taken", what, hint)
+        return PlacementRefusal("pin-taken", what, hint)
 
     def _why_taken(self, number: int, cores: CoreRange) -> str:
         host = self._ground.hosts[number]
@@ -74,26 +74,26 @@ class Refusals:
                 holders.append(f"{', '.join(map(str, shared))} {'is' if len(shared) == 1 else 'are'} {label}")
         return f"on {host.name} {' and '.join(holders) or 'memory, CPUs or spread exclude it'}"
 
-    def no_room(self, tenant: Tenant) -> Refusal:
+    def no_room(self, tenant: Tenant) -> PlacementRefusal:
         """Returns the refusal of a replica without a pin: the first constraint that no host meets."""
         refusal = self._known.get(tenant.model)
         if refusal is None:
             refusal = self._known[tenant.model] = self._no_room(tenant)
         return refusal
 
-    def _no_room(self, tenant: Tenant) -> Refusal:
+    def _no_room(self, tenant: Tenant) -> PlacementRefusal:
         ground, tp = self._ground, tenant.size
         needs = f"needs {tp} contiguous cores" if tp > 1 else "needs 1 core"
         hint = "use fewer replicas, a smaller tp_degree, or more hosts"
         hosts = [i for i, cores in enumerate(ground.cores) if cores]
         if not hosts:
-            return Refusal("no-room", f"needs {counted(tp, 'core')}, but no host has NeuronCores", hint)
+            return PlacementRefusal("no-room", f"needs {counted(tp, 'core')}, but no host has NeuronCores", hint)
         hosts = [i for i in hosts if ground.kinds.of[i] in tenant.demand.kinds]
         if not hosts:
             names = sorted({host.topology.instance for host in ground.kinds.hosts if host.topology})
             what = f"has no suitable host: tp_degree {tp}, the engine or memory excludes {', '.join(names)}"
             hint = "`corewright explain` shows which; use another tp_degree or instance type"
-            return Refusal("no-suitable-host", what, hint)
+            return PlacementRefusal("no-suitable-host", what, hint)
         open_hosts = self._open(tp, tenant.demand.kinds, hosts)
         if open_hosts:
             return self._why_closed(tenant, open_hosts)
@@ -103,11 +103,11 @@ class Refusals:
         comparison = f", the longest of {counted(len(hosts), 'host')}" if len(hosts) > 1 else ""
         if length == 0:
             where = name if len(hosts) == 1 else f"any of {counted(len(hosts), 'host')}"
-            return Refusal("no-room", f"{needs}, but none is free on {where}", hint)
+            return PlacementRefusal("no-room", f"{needs}, but none is free on {where}", hint)
         run = f"{length} ({CoreRange.of_length(first, length)}){comparison}"
         step = alignment(ground.family(best), tp).legal
         aligned = f" that begin at a multiple of {step}" if length >= tp else ""
-        return Refusal("no-room", f"{needs}{aligned}, the longest free run on {name} is {run}", hint)
+        return PlacementRefusal("no-room", f"{needs}{aligned}, the longest free run on {name} is {run}", hint)
 
     def _open(self, tp: int, kinds: frozenset[int], hosts: Sequence[int]) -> list[int]:
         """Returns those of the hosts, which are of these kinds, with a free legal range of the degree."""
@@ -124,7 +124,7 @@ class Refusals:
             run = self._runs[host] = _longest(self._free[host], self._ground.cores[host])
         return run
 
-    def _why_closed(self, tenant: Tenant, hosts: Sequence[int]) -> Refusal:
+    def _why_closed(self, tenant: Tenant, hosts: Sequence[int]) -> PlacementRefusal:
         """Returns the constraint other than cores that excludes these hosts."""
         demand, kinds = tenant.demand, self._ground.kinds.of
         on = Counter(other.host for other in self._tenants if other.model == tenant.model)
@@ -133,7 +133,7 @@ class Refusals:
             where = f"the {counted(len(hosts), 'host')} with {counted(tenant.size, 'free core')}"
             have = "has" if len(hosts) == 1 else "have"
             what = f"is limited by spread: at most {demand.most} on a host, and {where} {have} that many"
-            return Refusal("spread-blocks", what, "add a host, or raise spread")
+            return PlacementRefusal("spread-blocks", what, "add a host, or raise spread")
         memory_hint = "set host_memory_gib if you measured that it needs less, or add a host"
         for id, need_of, supply, unit, hint in (
             ("host-memory-short", demand.memory, self._memory, "GiB of host memory", memory_hint),
@@ -150,8 +150,8 @@ class Refusals:
                 need = need_of[kinds[best]]
                 what = f"needs {need:.4g} {unit}; {self._ground.hosts[best].name} has {max(0.0, supply[best]):.4g} left"
                 comparison = f", the most of {counted(len(apart), 'host')} with free cores" if len(apart) > 1 else ""
-                return Refusal(id, f"{what}{comparison}", hint)
-        return Refusal("no-room", "needs cores, memory and CPUs that no host has free together", "add a host")
+                return PlacementRefusal(id, f"{what}{comparison}", hint)
+        return PlacementRefusal("no-room", "needs cores, memory and CPUs that no host has free together", "add a host")
 
 
 def _longest(free: int, cores: int) -> tuple[int, int]:

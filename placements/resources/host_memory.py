@@ -61,7 +61,7 @@ def host_memory(
     checkpoint: Checkpoint,
     engine: Engine | None = None,
     draft: Checkpoint | None = None,
-    release: vllm.Release | None = None,
+    release: vllm.VllmNeuron | None = None,
 ) -> HostMemory:
     """Returns the host memory of a replica; ``engine`` as in `estimate`, ``release`` is that of vllm-neuron.
 

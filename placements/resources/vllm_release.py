@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from placements.facts.topology import Host
-from placements.facts.vllm import Release, release_for
+from placements.facts.vllm import VllmNeuron, release_for
 from placements.spec.schema import Spec
 
 
-def release_on(spec: Spec, host: Host) -> Release | None:
+def release_on(spec: Spec, host: Host) -> VllmNeuron | None:
     """Returns the release that the plan counts with on a host; None: vLLM runs on the CPU there."""
     settings = spec.engines.get("vllm")
     named = None if settings is None else settings.plugin

@@ -15,7 +15,7 @@ from placements.facts.engines import (
     NXD_QUANTIZED_OPTIONS,
     PACKAGES,
     SERVER_ENGINES,
-    Option,
+    OptionRange,
     newest_nxd,
     runs_on,
 )
@@ -149,7 +149,7 @@ def _own_options(case: Case) -> Iterator[Problem]:
             yield case.problem("out-of-range", path, what)
 
 
-def _is_of(option: Option | None, value: Any) -> bool:
+def _is_of(option: OptionRange | None, value: Any) -> bool:
     if option is None or isinstance(value, bool):
         return option is None and isinstance(value, bool)
     return isinstance(value, int if option.whole else int | float)

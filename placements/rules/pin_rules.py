@@ -12,7 +12,7 @@ from placements.facts.topology import Host, Topology, alignment
 from placements.planner.free_cores import FreeCores
 from placements.planner.pins import assign
 from placements.rules.case import SIZES, Case, FieldRule, Fleet, core_list, on_each
-from placements.spec.notation import Pin
+from placements.spec.notation import CorePin
 from placements.spec.problems import Problem
 from placements.spec.schema import Spec
 
@@ -46,9 +46,9 @@ def pins_on_known_hosts(case: Case) -> Iterator[Problem]:
     for i, pin in enumerate(case.model.cores):
         if names and pin.host is not None and pin.host not in names:
             what = f'pin {_quoted(pin)} names the unknown host "{pin.host}"; the hosts are {_some([*names])}'
-            others = [Pin(pin.cores, name) for name in names]
+            others = [CorePin(pin.cores, name) for name in names]
             if pin.host.isdecimal() and int(pin.host) < pin.cores.first:  # "0:7", a range in another notation
-                others = [Pin(CoreRange(int(pin.host), pin.cores.last))]
+                others = [CorePin(CoreRange(int(pin.host), pin.cores.last))]
             meant = next((other for other in others if _works(case, i, other)), None)
             hint = "name one of the hosts" if meant is None else f"write {_quoted(meant)}"
             yield case.problem("pin-unknown-host", ("cores", i), what, hint)
@@ -86,7 +86,7 @@ def pins_as_long_as_tp(case: Case) -> Iterator[Problem]:
     for i, pin in enumerate(case.model.cores):
         if len(pin.cores) != tp and case.hosts and (pin.host is None or pin.host in case.all_hosts.names):
             what = f"pin {_quoted(pin)} has {counted(len(pin.cores), 'core')}, but tp_degree is {tp}"
-            fitting, length = Pin(CoreRange.of_length(pin.cores.first, tp), pin.host), len(pin.cores)
+            fitting, length = CorePin(CoreRange.of_length(pin.cores.first, tp), pin.host), len(pin.cores)
             ways = [f"pin to {_quoted(fitting)}"] if _works(case, i, fitting) else []
             ways += [f"set tp_degree to {length}"] if case.works(tp_degree=length) else []
             yield case.problem("pin-length", ("cores", i), what, ", or ".join(ways) or f"pin to {tp} free cores")
@@ -128,7 +128,7 @@ def pins_are_aligned(case: Case) -> Iterator[Problem]:
         what = f"pin {_quoted(pin)} begins at core {pin.cores.first}; tp_degree {tp} must begin at {aligned}"
         least = min(steps.values())
         first = pin.cores.first // least * least
-        near = [Pin(CoreRange.of_length(start, tp), pin.host) for start in (first, first + least)]
+        near = [CorePin(CoreRange.of_length(start, tp), pin.host) for start in (first, first + least)]
         free = next((other for other in near if _works(case, i, other)), None)
         hint = "pin to other cores" if free is None else f"pin to {_quoted(free)}"
         yield case.problem("pin-misaligned", ("cores", i), what, hint)
@@ -151,7 +151,7 @@ class _Claim(NamedTuple):
 
     model: str
     number: int  # index into the model's pins
-    pin: Pin
+    pin: CorePin
 
 
 def pins_do_not_overlap(spec: Spec, hosts: Sequence[Host]) -> Iterator[Problem]:
@@ -221,7 +221,7 @@ def _overlap(spec: Spec, later: _Claim, earlier: _Claim, further: str = "") -> P
     return Problem("pin-overlap", "error", place, what, "move one of the two")
 
 
-def _works(case: Case, number: int, pin: Pin) -> bool:
+def _works(case: Case, number: int, pin: CorePin) -> bool:
     """Returns whether another pin in place of one is without new errors."""
     pins = case.model.cores
     return case.works("cores", number, cores=(*pins[:number], pin, *pins[number + 1 :]))
@@ -234,18 +234,18 @@ def _single_cores(case: Case) -> bool:
     )
 
 
-def _ranges(case: Case) -> tuple[Pin, ...]:
+def _ranges(case: Case) -> tuple[CorePin, ...]:
     """Returns the ranges that a list of single cores means; () if they are none that a model may have."""
     tp, hosts = case.model.tp_degree, {pin.host for pin in case.model.cores}
     cores = sorted({pin.cores.first for pin in case.model.cores})
     firsts = cores[::tp]
     if len(hosts) > 1 or [core for first in firsts for core in CoreRange.of_length(first, tp)] != cores:
         return ()
-    pins = tuple(Pin(CoreRange.of_length(first, tp), next(iter(hosts))) for first in firsts)
+    pins = tuple(CorePin(CoreRange.of_length(first, tp), next(iter(hosts))) for first in firsts)
     return pins if case.works(cores=pins) else ()
 
 
-def _pinned(case: Case) -> Iterator[tuple[int, Pin, list[Host]]]:
+def _pinned(case: Case) -> Iterator[tuple[int, CorePin, list[Host]]]:
     """Yields each pin with its possible hosts, if there are any, one of each kind."""
     every = [host for host, _ in case.fleet.kinds]
     for i, pin in enumerate(case.model.cores):
@@ -259,7 +259,7 @@ def _types(types: Sequence[Topology]) -> str:
     return " or ".join(topology.instance for topology in types)
 
 
-def _quoted(pin: Pin) -> str:
+def _quoted(pin: CorePin) -> str:
     return f'"{pin}"'
 
 

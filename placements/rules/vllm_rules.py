@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from placements.facts.vllm import BLOCK_SIZE, KV_SHARE, LAST_FOR, MIN_KV_GIB, Release, blocks, hbm_share, version_of
+from placements.facts.vllm import (
+    BLOCK_SIZE,
+    KV_SHARE,
+    LAST_FOR,
+    MIN_KV_GIB,
+    VllmNeuron,
+    blocks,
+    hbm_share,
+    version_of,
+)
 from placements.resources.vllm_release import release_on
 from placements.rules.case import SIZES, Case, FieldRule
 from placements.rules.options.vllm_flags import check_flags
@@ -12,7 +21,7 @@ from placements.spec.problems import Problem
 from placements.spec.schema import Buckets, Compiler
 
 
-def releases(case: Case) -> list[Release]:
+def releases(case: Case) -> list[VllmNeuron]:
     """Returns the releases that the plan counts with; [] for other engines, and if vLLM runs on the CPU."""
     planned = [release_on(case.spec, host) for host, _ in case.fleet.kinds] if case.engine == "vllm" else []
     return list(dict.fromkeys(release for release in planned if release is not None))

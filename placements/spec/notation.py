@@ -51,14 +51,14 @@ class Reported:
 
 
 @dataclass(frozen=True, order=True)
-class Pin:
+class CorePin:
     """The required place of one replica: a range, on one host or (``host`` None) on any."""
 
     cores: CoreRange
     host: str | None = None
 
     @classmethod
-    def parse(cls, text: str) -> Pin:
+    def parse(cls, text: str) -> CorePin:
         """Parses "0-7" or "inf2.48xlarge/0:0-7". Raises ValueError with a one-sentence reason."""
         host, colon, cores = text.rpartition(":")
         if colon and not host:
@@ -91,7 +91,7 @@ def ranges_in(value: object) -> tuple[CoreRange, ...]:
 def _pin(value: object) -> object:
     if isinstance(value, bool) or not isinstance(value, str | int):
         return value
-    return Pin.parse(str(value))
+    return CorePin.parse(str(value))
 
 
 def _reserved(value: object) -> object:
@@ -255,7 +255,7 @@ Lengths = Annotated[
     Reported("a list of whole numbers, like [128, 512]"),
 ]
 PinField = Annotated[
-    Pin,
+    CorePin,
     BeforeValidator(_pin),
     Reported('a range, like "0-7"', id="bad-range", hint=_RANGE_HINT),
     PlainSerializer(str),

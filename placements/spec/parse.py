@@ -25,11 +25,11 @@ from placements.spec.key_names import (
     shortened,
     shown_as,
 )
-from placements.spec.left import LEFT
 from placements.spec.notation import NAME, NAME_RULE, ranges_in
 from placements.spec.other_formats import other_format
 from placements.spec.other_names import OTHER_PLACES, OTHER_VALUES, converted
 from placements.spec.problems import Problem, has_errors, in_order
+from placements.spec.removed import VALUES
 from placements.spec.schema import MAX_HOSTS, HostsSpec, ModelSpec, Spec
 from placements.spec.source_positions import Path, SourcePosition, SourcePositions, nearest
 from placements.spec.yaml_tree import BROKEN, Tree, read
@@ -398,8 +398,8 @@ class _Reader:
             and (written.plain or str(error["input"]) not in choices)
         ):
             text = str(error["input"]).lower()
-            if f"{label}: {text}" in LEFT:
-                self._report("value-removed", where, f"{label}: {text} was removed", LEFT[f"{label}: {text}"])
+            if f"{label}: {text}" in VALUES:
+                self._report("value-removed", where, f"{label}: {text} was removed", VALUES[f"{label}: {text}"])
                 return
             close = OTHER_VALUES.get(text) or next(iter(difflib.get_close_matches(text, choices, 1)), "")
             hint = did_you_mean([close] if close in choices else [])

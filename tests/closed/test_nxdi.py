@@ -47,7 +47,7 @@ from workers.engines.nxd_inference.engine import NxdEngine
 from workers.engines.nxd_inference.package import import_package
 from workers.engines.package_contract import drift
 from workers.messages.engine_protocol import DeviceSampling
-from workers.serving.generate_once import End, Job, run
+from workers.serving.generate_once import End, GenerateJob, run
 from workers.text.tokenizer import ByteTokenizer
 
 pytestmark = [
@@ -404,7 +404,7 @@ def test_generate_once_gives_the_batchers_answer(
     monkeypatch.setattr("workers.serving.backend.Batcher", Watched)
     for module in ("backend", "generate_once"):
         monkeypatch.setattr(f"workers.serving.{module}.load_tokenizer", lambda *_: ByteTokenizer())
-    run(Job(config=config, prompt="hello", raw=True, max_tokens=10), replies.append)
+    run(GenerateJob(config=config, prompt="hello", raw=True, max_tokens=10), replies.append)
     assert replies[-1] == End(10, "length"), replies[-1]
     request: list[Arrival] = [("one", ByteTokenizer().encode("hello"), 10, False)]
     assert nxdi_traffic.wrong(source, request, served(cpu(source), request), {"one": tokens}) == []

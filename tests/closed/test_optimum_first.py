@@ -20,7 +20,7 @@ from tests.workers.nxdi_traffic import MAX_LEN, arrivals, refused, served
 from tests.workers.optimum_traffic import config_of
 from workers.engines.optimum_neuron.engine import buildables
 from workers.engines.optimum_neuron.first_engine import FirstOptimumEngine
-from workers.engines.optimum_neuron.settings import Settings
+from workers.engines.optimum_neuron.settings import OptimumSettings
 from workers.engines.package_contract import drift
 
 pytestmark = [
@@ -32,7 +32,7 @@ TIE = 1e-4  # of the largest logit
 
 
 def opened(source: Path, compiled: Path | None, **fields: Any) -> FirstOptimumEngine:
-    engine = FirstOptimumEngine(Settings.of(config_of(source, compiled, **fields)), compiled)
+    engine = FirstOptimumEngine(OptimumSettings.of(config_of(source, compiled, **fields)), compiled)
     engine.load()
     return engine
 

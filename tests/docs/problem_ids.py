@@ -11,7 +11,16 @@ from tests.docs.pages import KEBAB, ROOT, SOURCES
 from workers.host.facts.machine import ONLOOKERS
 
 FAILURES = ("EngineLoadError", "CheckpointError", "SourceError", "StoreError", "_Unreadable")
-CLASSES = ("Problem", "Refusal", "Refused", "Failure", *FAILURES)
+CLASSES = (
+    "Problem",
+    "Refusal",
+    "PlacementRefusal",
+    "PrefixCacheRefusal",
+    "OperationRefused",
+    "NoListener",
+    "Failure",
+    *FAILURES,
+)
 
 
 @dataclass

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.cli.bootstrap import Situation, bootstrap
+from orchestrator.cli.bootstrap import MachineSituation, bootstrap
 from placements.facts.engines import NXD_VERSIONS, Engine, series
 from placements.facts.neuron_releases import ENVIRONMENTS, SDKS, Environment, environments_on, sdk_named, sdks_with
 from tests.docs.pages import ROOT
@@ -106,7 +106,7 @@ def test_the_page_of_engines_pairs_releases_as_the_table_does() -> None:
 def test_the_commands_of_the_page_are_those_of_bootstrap() -> None:
     """Each line of its first three steps, and the dates of the next releases."""
     lines = [line.strip() for line in ON_INF2.read_text().splitlines()]
-    steps = bootstrap(Situation("0.1.0", None)).steps
+    steps = bootstrap(MachineSituation("0.1.0", None)).steps
     for command in (command for step in steps[:3] for command in step.commands):
         assert command.strip() in lines
     for engine in ("nxd-inference", "transformers-neuronx"):

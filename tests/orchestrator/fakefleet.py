@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from orchestrator.api.refused import Refused
+from orchestrator.api.refused import OperationRefused
 from orchestrator.api.server import AdminApi, serve_admin
 from orchestrator.console.playground import Entrance
 from orchestrator.daemon.settings import resolve
@@ -478,7 +478,7 @@ class FakeFleet:
     async def explain(self, text: str, file: str, base_dir: str, model: str) -> dict[str, Any]:
         self._asked("explain", text, file, base_dir, model)
         if model != EXPLAINED["model"]:
-            raise Refused("model-unknown", f"there is no model {model}", "known are chat, small", status=404)
+            raise OperationRefused("model-unknown", f"there is no model {model}", "known are chat, small", status=404)
         return self.told_explanation
 
     async def apply(
@@ -529,7 +529,9 @@ class FakeFleet:
         for row in self.history:
             if row["revision"] == (2 if number is None else number):
                 return {**row, "text": SPEC, "file": "old.yaml", "base_dir": "/specs", "plan": {}}
-        raise Refused("revision-unknown", f"there is no revision {number}", "corewright rollout history", status=404)
+        raise OperationRefused(
+            "revision-unknown", f"there is no revision {number}", "corewright rollout history", status=404
+        )
 
     async def pause(self, by: str) -> dict[str, Any]:
         return self._rollout("pause", by)
@@ -595,7 +597,7 @@ class FakeFleet:
     async def logs(self, model: str, replica: int | None, offset: int | None, wait_s: float) -> dict[str, Any]:
         self._asked("logs", model, replica, offset, wait_s)
         if model != "chat":
-            raise Refused("model-unknown", f"{model} has no log", "it has not started yet", status=404)
+            raise OperationRefused("model-unknown", f"{model} has no log", "it has not started yet", status=404)
         number = 0 if replica is None else replica
         text, file = self.log[offset or 0 :].decode(), f"/logs/chat-{number}.log"
         return {"replica": f"{model}/{number}", "file": file, "offset": len(self.log), "text": text}
@@ -603,7 +605,7 @@ class FakeFleet:
     async def trace(self, after: str, limit: int) -> dict[str, Any]:
         self._asked("trace", after, limit)
         if after not in ("", "g:1", "g:2"):
-            raise Refused("trace-cursor-wrong", f"{after} is no place of a trace", "begin without", status=400)
+            raise OperationRefused("trace-cursor-wrong", f"{after} is no place of a trace", "begin without", status=400)
         begin = int(after[2:] or 0)
         page = TRACE[begin : begin + limit]
         end = begin + len(page)
@@ -631,11 +633,11 @@ TRACE: list[dict[str, Any]] = [
 ]
 
 
-def bad_spec() -> Refused:
+def bad_spec() -> OperationRefused:
     """What the controller says of a spec with errors."""
     problem = Problem("pin-overlap", "error", "new.yaml:5:9", 'pin "6-9" of "b" shares cores with "a"', "move one")
     what = "new.yaml has 1 error: nothing was applied"
-    return Refused("spec-invalid", what, "corewright validate SPEC", status=422, problems=[problem])
+    return OperationRefused("spec-invalid", what, "corewright validate SPEC", status=422, problems=[problem])
 
 
 class LiveAdmin:

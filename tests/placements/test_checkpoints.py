@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from placements.facts.checkpoints import FAMILIES, Checkpoint, CheckpointError, Parameters
+from placements.facts.checkpoints import FAMILIES, Checkpoint, CheckpointError, ParameterCounts
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -205,7 +205,7 @@ def built(config: dict[str, Any]) -> Any:
     return model
 
 
-def groups(model: Any, shape: Checkpoint) -> Parameters:
+def groups(model: Any, shape: Checkpoint) -> ParameterCounts:
     """The model's parameters by name. A matrix that fuses query, key and value is divided by the shape's heads."""
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     sizes = dict.fromkeys(("embedding", "head", "positions", "attention", "kv", "feed_forward", "small"), 0)
@@ -229,7 +229,7 @@ def groups(model: Any, shape: Checkpoint) -> Parameters:
             sizes["attention"] += size
         else:
             sizes["feed_forward"] += size
-    return Parameters(**sizes)
+    return ParameterCounts(**sizes)
 
 
 _FLAG = st.booleans()

@@ -3,14 +3,14 @@ from __future__ import annotations
 from placements.facts.core_range import CoreRange
 from placements.planner.free_cores import FreeCores
 from placements.planner.pins import assign
-from placements.spec.notation import Pin
+from placements.spec.notation import CorePin
 from tests.placements.fleets import PLAIN, host
 
 TWO = {"h/0": FreeCores.of(host()), "h/1": FreeCores.of(host())}
 
 
 def assigned(*pins: str) -> tuple[str | None, ...]:
-    return assign([Pin.parse(pin) for pin in pins], TWO)
+    return assign([CorePin.parse(pin) for pin in pins], TWO)
 
 
 def test_pins_without_a_host_spread_over_hosts() -> None:

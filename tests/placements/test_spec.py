@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from placements.facts.core_range import CoreRange
 from placements.spec.json_schema import json_schema
-from placements.spec.notation import Pin, source_kind
+from placements.spec.notation import CorePin, source_kind
 from placements.spec.parse import parse
 from placements.spec.schema import ModelSpec, Replicas, Spec
 from tests.placements.fleets import GPT2_XL, LLAMA_2_7B, model
@@ -170,21 +170,21 @@ def test_length_is_max_len_or_2048_or_what_the_checkpoint_allows() -> None:
 @pytest.mark.parametrize(
     ("text", "pin"),
     [
-        ("0-7", Pin(CoreRange(0, 7))),
-        ("5", Pin(CoreRange(5, 5))),
-        ("inf2.48xlarge/0:0-7", Pin(CoreRange(0, 7), "inf2.48xlarge/0")),
-        ("fd00::1:0-7", Pin(CoreRange(0, 7), "fd00::1")),
+        ("0-7", CorePin(CoreRange(0, 7))),
+        ("5", CorePin(CoreRange(5, 5))),
+        ("inf2.48xlarge/0:0-7", CorePin(CoreRange(0, 7), "inf2.48xlarge/0")),
+        ("fd00::1:0-7", CorePin(CoreRange(0, 7), "fd00::1")),
     ],
 )
-def test_a_pin_names_cores_and_perhaps_a_host(text: str, pin: Pin) -> None:
+def test_a_pin_names_cores_and_perhaps_a_host(text: str, pin: CorePin) -> None:
     """Pins read and print the same."""
-    assert (Pin.parse(text), str(pin)) == (pin, text)
+    assert (CorePin.parse(text), str(pin)) == (pin, text)
 
 
 def test_a_pin_without_a_host_before_its_colon_is_rejected() -> None:
     """ ":0-7" has no host."""
     with pytest.raises(ValueError, match="has no host"):
-        Pin.parse(":0-7")
+        CorePin.parse(":0-7")
 
 
 def test_specs_are_frozen() -> None:

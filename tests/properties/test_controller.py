@@ -20,7 +20,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from orchestrator.api.refused import Refused
+from orchestrator.api.refused import OperationRefused
 from orchestrator.control.reconcile import reconcile
 from orchestrator.fleet.replica_states import State
 from orchestrator.fleet.snapshot import Observed
@@ -115,7 +115,7 @@ class World:
 
     async def befall(self, event: tuple[Any, ...]) -> None:
         """One event; an operator may be refused."""
-        with contextlib.suppress(Refused):
+        with contextlib.suppress(OperationRefused):
             await getattr(self, f"_{event[0]}")(*event[1:])
         self.check()
 
@@ -149,7 +149,7 @@ class World:
             await self.played.operator.promote("tester")
         await asyncio.sleep(700.0)
         for model in {view.model for view in self.played.controller.state.views.values() if view.stopped}:
-            with contextlib.suppress(Refused):  # no longer of the spec
+            with contextlib.suppress(OperationRefused):  # no longer of the spec
                 await self.played.operator.restart(model, "tester")
         for _ in range(12):
             await asyncio.sleep(700.0)

@@ -24,7 +24,7 @@ from placements.facts.topology import TOPOLOGIES, Host
 from placements.planner.plan import Placement, Plan, Running, plan
 from placements.planner.spec_hosts import hosts_for
 from placements.rules.checks import check
-from placements.spec.notation import Pin
+from placements.spec.notation import CorePin
 from placements.spec.schema import HostsSpec, ModelSpec, Replicas, Reserve, Spec, Spread
 from tests.placements.fleets import GPT2_XL, LLAMA_2_7B
 
@@ -75,7 +75,7 @@ def models(draw: st.DrawFn, name: str) -> ModelSpec:
         spread=draw(st.sampled_from((None, None, None, Spread(host=1)))),
         threads=draw(st.sampled_from(("share", "share", 40))),
         host_memory_gib=draw(st.sampled_from((None, None, 100.0, 9000.0))),
-        cores=tuple(Pin(CoreRange.of_length(first * tp, tp)) for first in pins),
+        cores=tuple(CorePin(CoreRange.of_length(first * tp, tp)) for first in pins),
     )
 
 

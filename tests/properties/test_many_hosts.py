@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.api.refused import Refused
+from orchestrator.api.refused import OperationRefused
 from orchestrator.control.reconcile import reconcile
 from orchestrator.fleet.replica_states import State
 from orchestrator.fleet.snapshot import Observed
@@ -135,7 +135,7 @@ class World:
 
     async def befall(self, kind: str) -> None:
         """One event; an operator may be refused."""
-        with contextlib.suppress(Refused):
+        with contextlib.suppress(OperationRefused):
             await getattr(self, f"_{kind}")()
 
     def _host(self) -> str:

@@ -22,7 +22,7 @@ from placements.planner.plan import Placement, Plan, Running, defragment, diff, 
 from placements.resources.host_memory import host_memory
 from placements.resources.memory import estimate, fits
 from placements.rules.checks import check, threads_within_budget
-from placements.spec.notation import Pin
+from placements.spec.notation import CorePin
 from placements.spec.schema import HostsSpec, ModelSpec, Spec
 from tests.placements.fleets import GPT2_XL, LLAMA_2_7B
 
@@ -92,14 +92,14 @@ def legal_starts(host: Host, tp: int) -> range:
 
 
 @st.composite
-def pins(draw: st.DrawFn, tp: int, where: Sequence[Host]) -> Pin | None:
+def pins(draw: st.DrawFn, tp: int, where: Sequence[Host]) -> CorePin | None:
     host = draw(st.sampled_from(where))
     starts = legal_starts(host, tp)
     if not starts:
         return None
     cores = CoreRange.of_length(draw(st.sampled_from(starts)), tp)
     alike = {family(other) for other in where} == {family(host)}
-    return Pin(cores, draw(st.sampled_from([None, host.name])) if alike else host.name)
+    return CorePin(cores, draw(st.sampled_from([None, host.name])) if alike else host.name)
 
 
 @st.composite

@@ -16,8 +16,8 @@ from orchestrator.access.keys import Allowance
 from orchestrator.access.rate_limits import (
     DEBT,
     MINUTE_S,
-    Counts,
     Exceeded,
+    KeyCounts,
     duration,
     refill,
     remaining,
@@ -50,7 +50,7 @@ STEPS = st.lists(
     ),
     max_size=60,
 )
-COUNTS = st.builds(Counts, st.floats(), st.floats(), st.floats())
+COUNTS = st.builds(KeyCounts, st.floats(), st.floats(), st.floats())
 
 
 @given(limits=LIMITS, steps=STEPS, began=st.sampled_from([0.0, 1e6]))
@@ -59,7 +59,7 @@ def test_since_the_first_request_never_more_than_the_limit_and_one_for_each_minu
     limits: Allowance, steps: list[Step], began: float
 ) -> None:
     """Requests, and tokens: those that were used, and those that are reserved by what runs."""
-    now, counts, requests, used = began, Counts(), 0, 0
+    now, counts, requests, used = began, KeyCounts(), 0, 0
     running: list[tuple[int, float]] = []
     for step in steps:
         now += step.pause_s
@@ -69,7 +69,7 @@ def test_since_the_first_request_never_more_than_the_limit_and_one_for_each_minu
             counts = settle(counts, limits, reserved, int(reserved * step.part), at, now)
             continue
         outcome = reserve(counts, limits, len(running), step.tokens, now)
-        if isinstance(outcome, Counts):
+        if isinstance(outcome, KeyCounts):
             counts, requests = outcome, requests + 1
             running.append((step.tokens, now))
         minutes = 1 + (now - began) / MINUTE_S
@@ -85,12 +85,12 @@ def test_in_any_span_never_more_is_reserved_than_the_limit_and_one_for_each_minu
     limits: Allowance, steps: list[Step]
 ) -> None:
     """Where nothing is given back; a burst is a minute's worth."""
-    now, counts = 0.0, Counts()
+    now, counts = 0.0, KeyCounts()
     takes: list[tuple[float, int]] = []
     for step in steps:
         now += step.pause_s
         outcome = reserve(counts, limits, 0, step.tokens, now)
-        if isinstance(outcome, Counts):
+        if isinstance(outcome, KeyCounts):
             counts = outcome
             takes.append((now, step.tokens))
     for first, (since, _) in enumerate(takes):
@@ -107,23 +107,23 @@ def test_who_waits_as_told_is_let_through_and_who_comes_earlier_is_not(
     limits: Allowance, steps: list[Step], tokens: int
 ) -> None:
     """Unless it can never pass."""
-    now, counts = 1e6, Counts()
+    now, counts = 1e6, KeyCounts()
     for step in steps:
         now += step.pause_s
         outcome = reserve(counts, limits, 0, step.tokens, now)
-        counts = outcome if isinstance(outcome, Counts) else counts
+        counts = outcome if isinstance(outcome, KeyCounts) else counts
     refused = reserve(counts, limits, 0, tokens, now)
-    if isinstance(refused, Counts):
+    if isinstance(refused, KeyCounts):
         return
     assert (refused.wait_s is None) == (limits.tokens_per_minute is not None and tokens > limits.tokens_per_minute)
     if refused.wait_s is not None:
-        assert isinstance(reserve(counts, limits, 0, tokens, now + refused.wait_s), Counts)
+        assert isinstance(reserve(counts, limits, 0, tokens, now + refused.wait_s), KeyCounts)
         assert isinstance(reserve(counts, limits, 0, tokens, now + refused.wait_s * 0.99), Exceeded)
 
 
 @given(limits=LIMITS, counts=COUNTS, now=st.floats(0, 1e9))
 @settings(max_examples=EXAMPLES)
-def test_any_counts_at_all_are_read_and_heal(limits: Allowance, counts: Counts, now: float) -> None:
+def test_any_counts_at_all_are_read_and_heal(limits: Allowance, counts: KeyCounts, now: float) -> None:
     """Nothing is raised, nothing is below nothing, and after ten minutes all is as new."""
     for bucket in remaining(counts, limits, now):
         assert bucket is None or (0 <= bucket.remaining <= bucket.limit and 0 <= bucket.reset_s <= DEBT * MINUTE_S)

@@ -23,7 +23,7 @@ from tests.workers.tables import Answers
 from workers.batching.batcher import Batcher
 from workers.engines.cpu.engine import CpuEngine
 from workers.engines.nxd_inference import artifacts
-from workers.engines.nxd_inference.config import Settings
+from workers.engines.nxd_inference.config import NxdSettings
 from workers.engines.nxd_inference.engine import NxdEngine
 from workers.messages.engine_protocol import EngineLoadError
 from workers.messages.replica_config import ReplicaConfig
@@ -133,7 +133,7 @@ def replica_config(source: Path, compiled: Path | None, **fields: Any) -> Replic
 
 def opened(source: Path, compiled: Path | None, kind: Any = NxdEngine, **fields: Any) -> Any:
     """A loaded adapter, or a mutant of it."""
-    engine = kind(Settings.of(replica_config(source, compiled, **fields)), compiled)
+    engine = kind(NxdSettings.of(replica_config(source, compiled, **fields)), compiled)
     engine.load()
     return engine
 
@@ -144,7 +144,7 @@ def cpu(source: Path, slots: int = 4) -> CpuEngine:
     return engine
 
 
-def compile_here(settings: Settings, entry: Any) -> None:
+def compile_here(settings: NxdSettings, entry: Any) -> None:
     """Instead of a process of its own, which takes seconds to start."""
     with artifacts.session(settings, entry).compiling():
         artifacts.compile_here(settings, entry.path)

@@ -12,7 +12,7 @@ from tests.doubles import forget
 from tests.workers.nxdi_traffic import replica_config
 from workers.engines.optimum_neuron import artifacts
 from workers.engines.optimum_neuron.engine import OptimumEngine
-from workers.engines.optimum_neuron.settings import Settings
+from workers.engines.optimum_neuron.settings import OptimumSettings
 from workers.messages.replica_config import ReplicaConfig
 
 
@@ -24,12 +24,12 @@ def config_of(source: Path, compiled: Path | None, **fields: Any) -> ReplicaConf
 
 def opened(source: Path, compiled: Path | None, kind: Any = OptimumEngine, **fields: Any) -> Any:
     """A loaded adapter, or a mutant of it."""
-    engine = kind(Settings.of(config_of(source, compiled, **fields)), compiled)
+    engine = kind(OptimumSettings.of(config_of(source, compiled, **fields)), compiled)
     engine.load()
     return engine
 
 
-def export_here(settings: Settings, entry: Any) -> None:
+def export_here(settings: OptimumSettings, entry: Any) -> None:
     """Instead of a process of its own, which takes seconds to start."""
     artifacts.export_here(settings, entry.path)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from workers.batching.batcher_stats import BatcherStats
-from workers.batching.encode_queue import SLOTS_PER_ROW, EncodeQueue, Place, shares
+from workers.batching.encode_queue import SLOTS_PER_ROW, EncodeQueue, WaitingInput, shares
 from workers.batching.step_loop import StepLoop, refuse_when_closed
 from workers.messages.encoder_protocol import EncodeEngine
 from workers.messages.engine_protocol import EngineSpec
@@ -19,14 +19,14 @@ MAX_ANSWER_BYTES = 2**26
 
 
 @dataclass
-class _Answer:
+class _EncodedAnswer:
     rows: list[Any]  # by input; None until it is encoded
     missing: int
     work_s: float = 0.0  # see `AnswerPart`
     batches_s: float = 0.0
 
 
-class EncodeBatcher(StepLoop[_Answer]):
+class EncodeBatcher(StepLoop[_EncodedAnswer]):
     """Drives one encoder. See `Batcher` for the threads that may call its methods; the same contract holds.
 
     A batch starts when it is full, or ``max_wait_s`` after the arrival of the request that has waited longest.
@@ -81,7 +81,7 @@ class EncodeBatcher(StepLoop[_Answer]):
         self._check(request)
         with self._changed:
             count = len(request.inputs)
-            self._accept(request.id, _Answer([None] * count, count))
+            self._accept(request.id, _EncodedAnswer([None] * count, count))
             self._queue.add(request.id, request.inputs, self._clock())
 
     def _check(self, request: GenerateRequest) -> None:
@@ -145,9 +145,9 @@ class EncodeBatcher(StepLoop[_Answer]):
             self._send(events)
         return bool(batch or events)
 
-    def _record(self, batch: Sequence[Place], rows: Any, seconds: float) -> list[TokenEvent]:
+    def _record(self, batch: Sequence[WaitingInput], rows: Any, seconds: float) -> list[TokenEvent]:
         """Keeps the rows of a batch. Returns the events of the requests that are complete."""
-        complete: list[tuple[str, _Answer]] = []
+        complete: list[tuple[str, _EncodedAnswer]] = []
         with self._changed:
             for request in {place.request for place in batch} & self._accepted.keys():
                 self._accepted[request].batches_s += seconds
@@ -185,7 +185,7 @@ class EncodeBatcher(StepLoop[_Answer]):
         return events
 
 
-def _events(request: str, answer: _Answer) -> list[TokenEvent]:
+def _events(request: str, answer: _EncodedAnswer) -> list[TokenEvent]:
     """Returns the answer of a request, in parts that fit into frames."""
     data = b"".join(row.tobytes() for row in answer.rows)
     *parts, last = [data[start : start + PART_BYTES] for start in range(0, len(data), PART_BYTES)]

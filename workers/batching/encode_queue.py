@@ -14,7 +14,7 @@ MAX_PADDING = 0.2  # of a batch's tokens, where it is padded to its longest inpu
 
 
 @dataclass(frozen=True, order=True)
-class Place:
+class WaitingInput:
     """One waiting input. Ordered by length."""
 
     length: int
@@ -24,7 +24,7 @@ class Place:
     input: EncodeInput = field(compare=False)
 
 
-def shares(spec: EncoderSpec, batch: Sequence[Place]) -> list[float]:
+def shares(spec: EncoderSpec, batch: Sequence[WaitingInput]) -> list[float]:
     """Returns the share of each input in the work of its batch. Where empty rows take as long as others, they belong to
     no input."""
     if not spec.pads_to_longest:
@@ -37,7 +37,7 @@ def shares(spec: EncoderSpec, batch: Sequence[Place]) -> list[float]:
 class _Share:
     arrived_at: float  # seconds of the batcher's clock
     number: int
-    waiting: list[Place]  # by length
+    waiting: list[WaitingInput]  # by length
     served_s: float = 0.0
 
     @property
@@ -55,7 +55,7 @@ class EncodeQueue:
     def __init__(self, spec: EncoderSpec) -> None:
         self.spec = spec
         self._shares: dict[str, _Share] = {}
-        self._places: list[Place] = []  # of all requests, by length
+        self._places: list[WaitingInput] = []  # of all requests, by length
         self._number = 0
 
     def __len__(self) -> int:
@@ -66,7 +66,7 @@ class EncodeQueue:
         """Adds the inputs of a request, at least one, none longer than the last bucket."""
         self._number += 1
         waiting = sorted(
-            Place(len(input.ids), self._number, index, request, input) for index, input in enumerate(inputs)
+            WaitingInput(len(input.ids), self._number, index, request, input) for index, input in enumerate(inputs)
         )
         self._shares[request] = _Share(now, self._number, waiting)
         for place in waiting:
@@ -82,7 +82,7 @@ class EncodeQueue:
         """Returns when the first of the waiting requests arrived; None without any."""
         return min((share.arrived_at for share in self._shares.values()), default=None)
 
-    def take(self) -> list[Place]:
+    def take(self) -> list[WaitingInput]:
         """Removes and returns the next batch, shortest input first; empty if nothing waits.
 
         1. It contains the longest input of the leading request.
@@ -120,7 +120,7 @@ class EncodeQueue:
             share.waiting.remove(place)
         return batch
 
-    def charge(self, batch: Sequence[Place], seconds: float) -> None:
+    def charge(self, batch: Sequence[WaitingInput], seconds: float) -> None:
         """Divides the seconds of a batch among its requests, by tokens, and forgets those of which nothing waits."""
         tokens = sum(place.length for place in batch)
         for place in batch:

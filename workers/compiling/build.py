@@ -36,7 +36,7 @@ from workers.messages.replica_config import NEVER_SET, ReplicaConfig
 from workers.messages.status import Failure
 from workers.neff_cache import shared_artifacts
 from workers.neff_cache.compile_units import Buildable
-from workers.neff_cache.compiled_artifacts import Entry, entry, peek
+from workers.neff_cache.compiled_artifacts import LockedEntry, entry, peek
 from workers.neff_cache.unavailable import log_unavailable
 from workers.text.tokenizer import load_tokenizer
 
@@ -109,13 +109,13 @@ class Built(msgspec.Struct, frozen=True, kw_only=True, tag="built"):
     seconds: float
 
 
-class Trouble(msgspec.Struct, frozen=True, tag="trouble"):
+class BuildTrouble(msgspec.Struct, frozen=True, tag="trouble"):
     """The error of a command."""
 
     failure: Failure
 
 
-Reply = Checked | Predicted | Working | Built | Trouble
+Reply = Checked | Predicted | Working | Built | BuildTrouble
 Report = Callable[[Reply], None]
 
 
@@ -212,7 +212,7 @@ def _no_weights(unit: Buildable) -> Callable[..., None]:
     return make
 
 
-def _is_pulled(config: ReplicaConfig, held: Entry, warnings: list[str]) -> bool:
+def _is_pulled(config: ReplicaConfig, held: LockedEntry, warnings: list[str]) -> bool:
     """Tries to fetch the set; an unavailable cache is only a warning, since the set can be compiled here."""
     try:
         return config.neff_cache is not None and shared_artifacts.pull(held, config.neff_cache)
@@ -286,16 +286,16 @@ def run(command: str, order: Order, report: Report) -> bool:
             return True
     except (EngineLoadError, SourceError) as error:
         failure = Failure(error.id, error.what, error.hint)
-        report(Trouble(_with_known_fault(failure, error, config.log) if error.id in VAGUE else failure))
+        report(BuildTrouble(_with_known_fault(failure, error, config.log) if error.id in VAGUE else failure))
     except Exception as error:
         log.exception("%s of %s failed", command, config.model)
         if is_out_of_memory(error):
             want = out_of_memory(error, f"compiling {config.model}")
-            report(Trouble(Failure(want.id, want.what, want.hint)))
+            report(BuildTrouble(Failure(want.id, want.what, want.hint)))
         else:
             message = f"{command} of {config.model}: {type(error).__name__}: {error}"
             id = "start-failed" if command == "check" else "compile-failed"
-            report(Trouble(_with_known_fault(Failure(id, message, f"the log is {config.log}"), error, config.log)))
+            report(BuildTrouble(_with_known_fault(Failure(id, message, f"the log is {config.log}"), error, config.log)))
     return False
 
 
@@ -306,7 +306,7 @@ def _with_known_fault(failure: Failure, error: Exception, log_file: str) -> Fail
 
 
 def main(arguments: list[str]) -> int:
-    """Reads the order and runs it. Exit code 0: done; 1: failed, with a ``Trouble`` line; 2: wrong usage."""
+    """Reads the order and runs it. Exit code 0: done; 1: failed, with a ``BuildTrouble`` line; 2: wrong usage."""
     if arguments not in (["check"], ["predict"], ["compile"]):
         sys.stderr.write("usage: python -m workers.compiling.build check|predict|compile < JSON\n")
         return 2

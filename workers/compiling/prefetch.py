@@ -15,7 +15,7 @@ import msgspec
 
 from workers.artifacts.fetch.progress import Progress
 from workers.artifacts.sources.listing import Stopped
-from workers.compiling.build import Built, Checked, Order, Predicted, Reply, Trouble, Working
+from workers.compiling.build import BuildTrouble, Built, Checked, Order, Predicted, Reply, Working
 from workers.compiling.start_forecast import verdicts
 from workers.host import host_facts, json_process
 from workers.host.process_tree import end_marked
@@ -53,7 +53,7 @@ def check(config: ReplicaConfig, stop: threading.Event | None = None, warm: str 
         for reply in answers("check", config, stop or threading.Event(), FORESEE_S, warm=warm):
             if isinstance(reply, Checked):
                 return reply
-            if isinstance(reply, Trouble):
+            if isinstance(reply, BuildTrouble):
                 return reply.failure
     except (OSError, subprocess.SubprocessError, msgspec.MsgspecError) as error:
         return Failure("start-failed", f"{config.model} cannot be checked: {type(error).__name__}: {error}")
@@ -70,7 +70,7 @@ def foresee(config: ReplicaConfig, stop: threading.Event | None = None, warm: st
         return Foreseen(trouble=f"{type(error).__name__}: {error}")
     missing, trouble = [], "" if replies else "the process that predicts ended without a result"
     for answer in replies:
-        if isinstance(answer, Trouble):
+        if isinstance(answer, BuildTrouble):
             trouble = str(answer.failure)
         elif isinstance(answer, Predicted):
             missing += _missing(config, answer)
@@ -106,7 +106,7 @@ def build(config: ReplicaConfig, progress: Progress, stop: threading.Event) -> B
             progress.expect(reply.total, reply.done)
         elif isinstance(reply, Built):
             return reply
-        elif isinstance(reply, Trouble):
+        elif isinstance(reply, BuildTrouble):
             return reply.failure
     return Failure("compile-failed", f"the process that compiled {config.model} ended without a result", config.log)
 

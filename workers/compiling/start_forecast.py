@@ -11,13 +11,13 @@ from pathlib import Path
 
 import msgspec
 
-from workers.compiling.build import Order, Predicted, Reply, Trouble, Wanted
+from workers.compiling.build import BuildTrouble, Order, Predicted, Reply, Wanted
 from workers.host.json_process import environment
 from workers.messages.replica_config import ReplicaConfig
 from workers.messages.status import Failure
 from workers.neff_cache.candidates import candidates
 from workers.neff_cache.compile_units import compiles
-from workers.neff_cache.predict import Candidate, Prediction, predict
+from workers.neff_cache.predict import ArtifactCandidate, Prediction, predict
 
 GIVEN = ("nxd-inference", "optimum-neuron")  # they compile, except for a precompiled source
 ASK_S = 120.0  # to import an engine's package on a busy host
@@ -78,7 +78,7 @@ def needed(config: ReplicaConfig, *, read: bool = False) -> Predicted | Failure:
         return Failure("cache-not-verified", f"cannot run {python} to find out what {config.model} needs: {error}")
     for line in done.stdout.splitlines():
         reply = msgspec.json.decode(line, type=Reply)
-        if isinstance(reply, Trouble):
+        if isinstance(reply, BuildTrouble):
             return reply.failure
         if isinstance(reply, Predicted):
             return reply
@@ -102,6 +102,6 @@ def _predicted(config: ReplicaConfig, artifacts: Wanted, env: Mapping[str, str],
     return predict(artifacts.manifest, existing, artifacts.source, ahead=ahead)
 
 
-def _incomplete(candidate: Candidate, folder: str) -> Candidate:
+def _incomplete(candidate: ArtifactCandidate, folder: str) -> ArtifactCandidate:
     is_it = candidate.where == "compiled" and candidate.place == folder and not candidate.missing
     return replace(candidate, missing=(Path(folder).name,)) if is_it else candidate

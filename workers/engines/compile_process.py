@@ -15,7 +15,7 @@ import msgspec
 from workers.host.process_tree import end_with
 from workers.messages.engine_protocol import EngineLoadError
 from workers.neff_cache.compile_session import CompileSession
-from workers.neff_cache.compiled_artifacts import Entry, compiling
+from workers.neff_cache.compiled_artifacts import LockedEntry, compiling
 
 S = TypeVar("S", bound=msgspec.Struct)
 LOG = "compile.log"  # in an entry
@@ -30,7 +30,7 @@ class CompileJob(msgspec.Struct):
     parent: int  # the caller's pid
 
 
-def run_compile(module: str, settings: msgspec.Struct, label: str, entry: Entry, session: CompileSession) -> None:
+def run_compile(module: str, settings: msgspec.Struct, label: str, entry: LockedEntry, session: CompileSession) -> None:
     """Run ``python -m MODULE compile`` for ``entry``; ``label``: what is compiled, with which package.
 
     Raises EngineLoadError with the last lines of its output, all of which is in the entry's compile.log.

@@ -82,7 +82,7 @@ READ_LATER_PREFIXES = ("COREWRIGHT_", "NEURON_", "RAY_")
 
 
 @dataclass(frozen=True)
-class Request:
+class ForkRequest:
     """What a fork is to become."""
 
     environment: dict[str, str]
@@ -118,7 +118,7 @@ def serve(listener: socket.socket, environment: Mapping[str, str]) -> list[str] 
                 return _become({**added, **request.environment}, request, client)
 
 
-def _received(connection: socket.socket, received: contextlib.ExitStack) -> Request:
+def _received(connection: socket.socket, received: contextlib.ExitStack) -> ForkRequest:
     """Raises OSError or ValueError for something else than a request. ``received`` closes its descriptors."""
     length, descriptors, _, _ = socket.recv_fds(connection, 4, 4)
     for descriptor in descriptors:
@@ -128,7 +128,7 @@ def _received(connection: socket.socket, received: contextlib.ExitStack) -> Requ
         if not (part := connection.recv(1 << 16)):
             raise ConnectionResetError("an incomplete request")
         content += part
-    return Request(**{**json.loads(content), "descriptors": tuple(descriptors)})
+    return ForkRequest(**{**json.loads(content), "descriptors": tuple(descriptors)})
 
 
 def refusal(requested: Mapping[str, str], own: Mapping[str, str]) -> str | None:
@@ -140,7 +140,7 @@ def refusal(requested: Mapping[str, str], own: Mapping[str, str]) -> str | None:
     return None
 
 
-def _become(environment: Mapping[str, str], request: Request, client: socket.socket) -> list[str]:
+def _become(environment: Mapping[str, str], request: ForkRequest, client: socket.socket) -> list[str]:
     """Turns this fork into the process of a request, once the client permits it. Returns its script with arguments.
     Ends it on any error: it must not become a second server."""
     try:

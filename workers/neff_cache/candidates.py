@@ -10,10 +10,10 @@ from typing import Any
 from workers.artifacts.sources.listing import SourceError
 from workers.neff_cache import compiler_cache, shared_artifacts
 from workers.neff_cache.compiled_artifacts import MANIFEST, peek
-from workers.neff_cache.entries import State, listed_entries, read_entries
+from workers.neff_cache.entries import EntryState, listed_entries, read_entries
 from workers.neff_cache.file_states import damaged
-from workers.neff_cache.predict import Candidate, has_more_buckets
-from workers.neff_cache.record import LOCK_FILE, Proof, Record, name_of, place_of, read_record, records_in
+from workers.neff_cache.predict import ArtifactCandidate, has_more_buckets
+from workers.neff_cache.record import LOCK_FILE, ManifestRecord, Proof, name_of, place_of, read_record, records_in
 from workers.neff_cache.sync import Localized, localized, place_at, records_at
 from workers.neff_cache.unavailable import describe
 
@@ -30,7 +30,7 @@ def candidates(
     *,
     kept: bool = True,
     neff_cache: str | None = None,
-) -> list[Candidate]:
+) -> list[ArtifactCandidate]:
     """Returns the candidates for a start that needs ``wanted``; ``root``: this host's compiled artifacts.
 
     Reads small files, and the NEFFs of matching candidates; lists a remote cache and reads its records. A cache that
@@ -52,11 +52,11 @@ def candidates(
         try:
             results += compiled_elsewhere(wanted, root, neff_cache)
         except SourceError as error:
-            results.append(Candidate("elsewhere", neff_cache, None, silent=describe(neff_cache, error)))
+            results.append(ArtifactCandidate("elsewhere", neff_cache, None, silent=describe(neff_cache, error)))
     return results
 
 
-def compiled_here(wanted: Mapping[str, Any], root: Path) -> Iterator[Candidate]:
+def compiled_here(wanted: Mapping[str, Any], root: Path) -> Iterator[ArtifactCandidate]:
     """Yields the complete entries of ``root``; verifies the files of the wanted one only."""
     for file in sorted(root.glob(f"*/{MANIFEST}")):
         folder = file.parent
@@ -67,17 +67,17 @@ def compiled_here(wanted: Mapping[str, Any], root: Path) -> Iterator[Candidate]:
         record = read_record(folder / LOCK_FILE)
         is_it = folder.name == name_of(wanted)
         missing = (LOCK_FILE,) if record is None else damaged(folder, record.files) if is_it else ()
-        yield Candidate("compiled", str(folder), manifest, "" if record is None else record.source, missing)
+        yield ArtifactCandidate("compiled", str(folder), manifest, "" if record is None else record.source, missing)
 
 
-def compiled_elsewhere(wanted: Mapping[str, Any], root: Path, neff_cache: str) -> Iterator[Candidate]:
+def compiled_elsewhere(wanted: Mapping[str, Any], root: Path, neff_cache: str) -> Iterator[ArtifactCandidate]:
     """Yields the finished entry that another host has pushed, if any. Raises SourceError."""
     remote = place_at(shared_artifacts.entry_location(peek(root, wanted), neff_cache))
     files = shared_artifacts.listed_files(remote)
     record = shared_artifacts.finished_record(remote, files)
     if record is not None:
         missing = shared_artifacts.missing(files, record)
-        yield Candidate("elsewhere", remote.url, record.manifest, record.source, missing)
+        yield ArtifactCandidate("elsewhere", remote.url, record.manifest, record.source, missing)
 
 
 def given(source: Path, environment: Mapping[str, str]) -> Path | None:
@@ -89,15 +89,15 @@ def given(source: Path, environment: Mapping[str, str]) -> Path | None:
     return None
 
 
-def beside(folder: Path) -> Candidate:
+def beside(folder: Path) -> ArtifactCandidate:
     """Returns the candidate of a folder from ``given``, with its record if there is one."""
     record = read_record(folder / LOCK_FILE)
     if record is None:
-        return Candidate("source", str(folder), None)
-    return Candidate("source", str(folder), record.manifest, record.source, damaged(folder, record.files))
+        return ArtifactCandidate("source", str(folder), None)
+    return ArtifactCandidate("source", str(folder), record.manifest, record.source, damaged(folder, record.files))
 
 
-def failed_here(wanted: Mapping[str, Any], environment: Mapping[str, str], root: Path) -> Iterator[Candidate]:
+def failed_here(wanted: Mapping[str, Any], environment: Mapping[str, str], root: Path) -> Iterator[ArtifactCandidate]:
     """Yields the recorded failures of this manifest, for an engine whose graphs are not shared between models."""
     cache, _ = cache_of(environment, root)
     record = None if cache is None else read_record(place_of(cache, name_of(wanted)))
@@ -105,10 +105,10 @@ def failed_here(wanted: Mapping[str, Any], environment: Mapping[str, str], root:
         return
     states = {entry.name: entry.state for entry in read_entries(cache)}
     if failed := tuple(graph for graph in record.failed if _is_stuck(cache, graph, states.get(graph))):
-        yield Candidate("neff-cache", str(cache), record.manifest, record.source, failed, failed)
+        yield ArtifactCandidate("neff-cache", str(cache), record.manifest, record.source, failed, failed)
 
 
-def cached(wanted: Mapping[str, Any], environment: Mapping[str, str], root: Path) -> Iterator[Candidate]:
+def cached(wanted: Mapping[str, Any], environment: Mapping[str, str], root: Path) -> Iterator[ArtifactCandidate]:
     """Yields the candidates of the model's NEFF cache, local and remote; an unavailable one comes first."""
     cache, place = cache_of(environment, root)
     if cache is None:
@@ -124,7 +124,7 @@ def cached(wanted: Mapping[str, Any], environment: Mapping[str, str], root: Path
             remote_graphs = _add_remote_records(place, records)
             proof = Proof(cache, records.values())
         except SourceError as error:
-            yield Candidate("neff-cache", shown, None, silent=describe(shown, error))
+            yield ArtifactCandidate("neff-cache", shown, None, silent=describe(shown, error))
     states = {entry.name: entry.state for entry in read_entries(cache)}
     retried = RETRIED in environment.get("NEURON_CC_FLAGS", "").split()
     for record in records.values():
@@ -135,10 +135,10 @@ def cached(wanted: Mapping[str, Any], environment: Mapping[str, str], root: Path
             )
             failed = tuple(graph for graph in graphs if _is_stuck(cache, graph, states.get(graph)))
             missing = missing or record.failed  # failed before, and will be retried
-            locked = tuple(graph for graph in missing if states.get(graph) is State.LOCKED)
-            yield Candidate("neff-cache", shown, record.manifest, record.source, missing, failed, locked)
+            locked = tuple(graph for graph in missing if states.get(graph) is EntryState.LOCKED)
+            yield ArtifactCandidate("neff-cache", shown, record.manifest, record.source, missing, failed, locked)
         else:
-            yield Candidate("neff-cache", shown, record.manifest, record.source)
+            yield ArtifactCandidate("neff-cache", shown, record.manifest, record.source)
 
 
 def cache_of(environment: Mapping[str, str], root: Path | None) -> tuple[Path | None, Localized | None]:
@@ -153,7 +153,7 @@ def keep_of(root: Path) -> Path:
     return root.parent / "neff"
 
 
-def _add_remote_records(place: Localized, records: dict[str, Record]) -> frozenset[str]:
+def _add_remote_records(place: Localized, records: dict[str, ManifestRecord]) -> frozenset[str]:
     """Returns the names of finished remote entries, and adds the remote records to ``records``."""
     remote = place_at(place.location)
     files = remote.files()
@@ -161,11 +161,11 @@ def _add_remote_records(place: Localized, records: dict[str, Record]) -> frozens
         mine = records.get(record.name)
         if mine is None or mine.failed:
             records[record.name] = record
-    return frozenset(entry.name for entry in listed_entries(files) if entry.state is State.SUCCESS)
+    return frozenset(entry.name for entry in listed_entries(files) if entry.state is EntryState.SUCCESS)
 
 
-def _is_stuck(cache: Path, name: str, state: State | None) -> bool:
+def _is_stuck(cache: Path, name: str, state: EntryState | None) -> bool:
     """Returns whether an entry has a failure that neither the compiler nor the start retries."""
-    return state is State.FAILED and not compiler_cache.was_killed(
+    return state is EntryState.FAILED and not compiler_cache.was_killed(
         compiler_cache.tail_of(cache / name / compiler_cache.LOG)
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from workers.messages.replica_config import ReplicaConfig
-from workers.neff_cache.compiled_artifacts import Entry, always
+from workers.neff_cache.compiled_artifacts import LockedEntry, always
 
 
 def compiles(config: ReplicaConfig) -> bool:
@@ -33,6 +33,6 @@ class Buildable:
     manifest: Mapping[str, Any]  # everything the artifacts depend on, as JSON
     is_whole: Callable[[Path], bool] = always  # further check of an entry's completeness
     # Compiles into an exclusively locked entry and finishes it; None: only a start can compile, on its cores.
-    make: Callable[[Entry, Tell], None] | None = None
+    make: Callable[[LockedEntry, Tell], None] | None = None
     kept: bool = True  # False: kept by the package's own cache only
     unread: tuple[str, ...] = ()  # files that must be read for their digests in the manifest

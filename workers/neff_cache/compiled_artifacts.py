@@ -57,7 +57,7 @@ def always(path: Path) -> bool:
 
 
 @dataclass(frozen=True)
-class Entry:
+class LockedEntry:
     """A locked folder of artifacts: the lock is shared if it is complete, else exclusive."""
 
     path: Path
@@ -100,7 +100,7 @@ class Entry:
 
 
 @contextlib.contextmanager
-def entry(root: Path, manifest: Mapping[str, Any], is_whole: Callable[[Path], bool] = always) -> Iterator[Entry]:
+def entry(root: Path, manifest: Mapping[str, Any], is_whole: Callable[[Path], bool] = always) -> Iterator[LockedEntry]:
     """Holds the entry of ``manifest``, which lists all that the artifacts depend on: engine, versions, shapes, flags.
 
     A complete entry is held with a shared lock. An incomplete one is emptied and held exclusively; later callers wait
@@ -133,10 +133,10 @@ def entry(root: Path, manifest: Mapping[str, Any], is_whole: Callable[[Path], bo
         os.close(lock)
 
 
-def peek(root: Path, manifest: Mapping[str, Any], is_whole: Callable[[Path], bool] = always) -> Entry:
+def peek(root: Path, manifest: Mapping[str, Any], is_whole: Callable[[Path], bool] = always) -> LockedEntry:
     """Returns the entry without a lock, for reading its state only."""
     plain = plain_of(manifest)
-    return Entry(root / name_of(plain), plain, is_whole)
+    return LockedEntry(root / name_of(plain), plain, is_whole)
 
 
 def _unwritable(root: Path, error: OSError) -> EngineLoadError:
@@ -144,7 +144,7 @@ def _unwritable(root: Path, error: OSError) -> EngineLoadError:
     return EngineLoadError("compiled-unwritable", message, "check the free disk space and the owner of the folder")
 
 
-def _hold(lock: int, held: Entry) -> bool:
+def _hold(lock: int, held: LockedEntry) -> bool:
     """Locks the entry; True: exclusively, and emptied."""
     try:
         _acquire(lock, held.path, shared=True)

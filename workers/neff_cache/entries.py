@@ -27,7 +27,7 @@ OWN = "corewright"  # corewright's own folder, beside those of the compilers
 WORDS = 200  # characters of a log shown in tables
 
 
-class State(str, Enum):
+class EntryState(str, Enum):
     """The state of an entry, for a start that needs the graph."""
 
     SUCCESS = "SUCCESS"  # model.neff and model.done: a hit
@@ -41,7 +41,7 @@ class CacheEntry(msgspec.Struct, frozen=True, kw_only=True):
     """A snapshot of one entry."""
 
     name: str  # "neuronxcc-2.16.372.0+4a9b2326/MODULE_cd73c69136bf675613f6+2c2d707e"
-    state: State
+    state: EntryState
     bytes: int
     changed_at: float  # the last change of a file; seconds since the epoch; 0: unknown
     flags: tuple[str, ...] | None = None  # compiler flags; None: unknown
@@ -67,13 +67,13 @@ class CacheEntry(msgspec.Struct, frozen=True, kw_only=True):
         return self.module.partition("+")[2]
 
 
-def state_of(names: Collection[str], at_work: bool = True) -> State:
+def state_of(names: Collection[str], at_work: bool = True) -> EntryState:
     """Returns the state by the names of an entry's files. ``at_work``: whether a compiler may be running for it."""
     if NEFF in names and DONE in names:
-        return State.SUCCESS
+        return EntryState.SUCCESS
     if any(name.endswith(".lock") for name in names):
-        return State.LOCKED if at_work else State.STALE
-    return State.FAILED if LOG in names and NEFF not in names else State.EMPTY
+        return EntryState.LOCKED if at_work else EntryState.STALE
+    return EntryState.FAILED if LOG in names and NEFF not in names else EntryState.EMPTY
 
 
 def read_entries(root: Path, now: float | None = None) -> tuple[CacheEntry, ...]:
@@ -130,9 +130,9 @@ def _read(folder: Path, busy: bool, now: float) -> CacheEntry:
     if not sizes and (status := about(folder)) is not None:
         changed = status.st_mtime  # a starting compile creates the folder first
     state = state_of(sizes, busy or now - changed < compiler_cache.SETTLE_S)
-    if state is State.SUCCESS and not sizes[NEFF]:
-        state = State.EMPTY  # after a power failure: the file was never synced to disk
-    lines = compiler_cache.tail_of(folder / LOG).split("\n") if state is State.FAILED else []
+    if state is EntryState.SUCCESS and not sizes[NEFF]:
+        state = EntryState.EMPTY  # after a power failure: the file was never synced to disk
+    lines = compiler_cache.tail_of(folder / LOG).split("\n") if state is EntryState.FAILED else []
     words = next((line.strip() for line in reversed(lines) if line.strip()), "")
     return CacheEntry(
         name=f"{folder.parent.name}/{folder.name}",

@@ -16,9 +16,9 @@ from typing import Any
 
 from workers.neff_cache import compiler_cache
 from workers.neff_cache.compiler_cache import LOG, NEFF
-from workers.neff_cache.entries import State, read_entries
+from workers.neff_cache.entries import EntryState, read_entries
 from workers.neff_cache.file_states import Part, about, part_of
-from workers.neff_cache.record import Record, place_of, record_of, write_record
+from workers.neff_cache.record import ManifestRecord, place_of, record_of, write_record
 
 log = logging.getLogger(__name__)
 
@@ -40,14 +40,14 @@ class GraphUses:
         # time of the last read before marking; None: cannot be marked
         self._before = {path: _marked(path) for path in cache.glob(f"{compiler_cache.GRAPHS}/{NEFF}")}
 
-    def record(self, manifest: Mapping[str, Any], source: str, saved: Path | None = None) -> Record | None:
+    def record(self, manifest: Mapping[str, Any], source: str, saved: Path | None = None) -> ManifestRecord | None:
         """Writes the record of a compiled ``manifest`` into the cache and returns it; None: no graphs, or not
         writable. ``saved``: the folder with the model's NEFFs, if the package saved them."""
         graphs = self._new_or_read() if saved is None else self._equal_to_saved(saved)
         self._restore_times()
         return None if not graphs else self._write(record_of(manifest, source, graphs=graphs))
 
-    def record_failure(self, manifest: Mapping[str, Any], source: str, error: BaseException) -> Record | None:
+    def record_failure(self, manifest: Mapping[str, Any], source: str, error: BaseException) -> ManifestRecord | None:
         """Records which graphs of ``manifest`` could not be compiled."""
         modules = set(re.findall(r"MODULE_[^\s/]+", str(error)))
         failures = []
@@ -60,7 +60,7 @@ class GraphUses:
         self._restore_times()
         return None if not failures else self._write(record_of(manifest, source, failed=tuple(failures)))
 
-    def _write(self, record: Record) -> Record | None:
+    def _write(self, record: ManifestRecord) -> ManifestRecord | None:
         try:
             write_record(place_of(self._cache, record.name), record)
         except OSError as error:
@@ -92,7 +92,7 @@ class GraphUses:
         for entry in read_entries(self._cache):
             file = self._cache / entry.name / NEFF
             with contextlib.suppress(FileNotFoundError):  # removed meanwhile
-                if entry.state is State.SUCCESS and is_used(file):
+                if entry.state is EntryState.SUCCESS and is_used(file):
                     graphs[entry.name] = part_of(file)
         return graphs
 

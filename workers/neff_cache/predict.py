@@ -42,7 +42,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class ArtifactCandidate:
     """A set of compiled artifacts in a place that a start checks."""
 
     where: Where
@@ -74,7 +74,7 @@ class Prediction:
 
 
 def predict(
-    wanted: Mapping[str, Any] | None, candidates: Sequence[Candidate], source: str = "", *, ahead: bool = False
+    wanted: Mapping[str, Any] | None, candidates: Sequence[ArtifactCandidate], source: str = "", *, ahead: bool = False
 ) -> Prediction:
     """Predicts the outcome of a start that needs the manifest ``wanted`` for the model ``source``.
 
@@ -142,7 +142,7 @@ def named(path: str) -> str:
     return NAMES.get(short, short)
 
 
-def _same(wanted: Mapping[str, Any], candidates: Sequence[Candidate], where: Where) -> list[Candidate]:
+def _same(wanted: Mapping[str, Any], candidates: Sequence[ArtifactCandidate], where: Where) -> list[ArtifactCandidate]:
     return [candidate for candidate in candidates if candidate.where == where and candidate.manifest == wanted]
 
 
@@ -159,7 +159,7 @@ def has_more_buckets(found: Mapping[str, Any] | None, wanted: Mapping[str, Any])
     return same_length and all(set(few) <= set(many) for few, many in pairs)
 
 
-def _beside(wanted: Mapping[str, Any], beside: Sequence[Candidate]) -> Prediction:
+def _beside(wanted: Mapping[str, Any], beside: Sequence[ArtifactCandidate]) -> Prediction:
     for candidate in beside:
         if candidate.manifest == wanted and not candidate.missing:
             return Prediction("hit", "source", "the NEFFs beside the model match their record", candidate.place)
@@ -172,7 +172,7 @@ def _beside(wanted: Mapping[str, Any], beside: Sequence[Candidate]) -> Predictio
     return Prediction("fail", "source", reason, candidate.place, why, candidate.missing)
 
 
-def _compiles(wanted: Mapping[str, Any], candidates: Sequence[Candidate], source: str) -> Prediction:
+def _compiles(wanted: Mapping[str, Any], candidates: Sequence[ArtifactCandidate], source: str) -> Prediction:
     related = [
         (candidate, candidate.manifest)
         for candidate in candidates

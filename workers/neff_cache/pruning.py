@@ -16,9 +16,9 @@ from workers.host import file_lock
 from workers.neff_cache import compiler_cache
 from workers.neff_cache.compiled_artifacts import MANIFEST
 from workers.neff_cache.compiler_cache import NEFF
-from workers.neff_cache.entries import CacheEntry, State, listed_entries, read_entries
+from workers.neff_cache.entries import CacheEntry, EntryState, listed_entries, read_entries
 from workers.neff_cache.file_states import about, files_below
-from workers.neff_cache.record import LOCK_FILE, Record, missing_files, place_of, read_record, records_in
+from workers.neff_cache.record import LOCK_FILE, ManifestRecord, missing_files, place_of, read_record, records_in
 
 YOUNG_S = 3600.0  # a younger entry without a NEFF may be a compile that has just started
 
@@ -30,7 +30,7 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
     state: str  # whole, damaged, unfinished; compiling: locked exclusively
     bytes: int
     used_at: float  # time of the last use; seconds since the epoch
-    record: Record | None = None
+    record: ManifestRecord | None = None
     damaged: tuple[str, ...] = ()
 
 
@@ -62,9 +62,9 @@ def prune_cache(cache: Path, older_than_s: float, dry_run: bool = False) -> Iter
     Keeps failures, which explain why a start fails."""
     now = time.time()
     if not dry_run:
-        before = {entry.name for entry in read_entries(cache) if entry.state is State.STALE}
+        before = {entry.name for entry in read_entries(cache) if entry.state is EntryState.STALE}
         compiler_cache.remove_stale_locks(cache)
-        stale = {entry.name for entry in read_entries(cache) if entry.state is State.STALE}
+        stale = {entry.name for entry in read_entries(cache) if entry.state is EntryState.STALE}
         yield from (Removed(path=str(cache / name), why="its lock was stale") for name in sorted(before - stale))
     started: dict[str, float] = {}
     for record in records_in(cache):
@@ -84,7 +84,7 @@ def retry(cache: Path, names: Collection[str] = (), dry_run: bool = False) -> It
     """Removes failures, all or those of the named graphs, so that the next start compiles them again."""
     for entry in read_entries(cache):
         is_meant = not names or entry.name in names or entry.module in names
-        if entry.state is State.FAILED and is_meant and (dry_run or compiler_cache.remove(cache / entry.name)):
+        if entry.state is EntryState.FAILED and is_meant and (dry_run or compiler_cache.remove(cache / entry.name)):
             yield Removed(path=str(cache / entry.name), why=entry.words or "failed", bytes=entry.bytes)
 
 
@@ -95,7 +95,7 @@ def retry_in_bucket(url: str, names: Collection[str] = (), dry_run: bool = False
     bucket = Bucket.of(url)
     files = bucket.files()
     for entry in listed_entries(files):
-        if entry.state is State.FAILED and (not names or entry.name in names or entry.module in names):
+        if entry.state is EntryState.FAILED and (not names or entry.name in names or entry.module in names):
             for file in files if not dry_run else ():
                 if file.name.startswith(f"{entry.name}/"):
                     bucket.delete(file.name)
@@ -105,11 +105,11 @@ def retry_in_bucket(url: str, names: Collection[str] = (), dry_run: bool = False
 def _reason_to_prune(cache: Path, entry: CacheEntry, now: float, older_than_s: float, started_at: float) -> str:
     """Returns why an entry is removed; empty: it is kept. ``started_at``: the last record of a start that uses it,
     since not every file system has access times; 0: never."""
-    if entry.state is State.EMPTY and now - entry.changed_at > YOUNG_S:
+    if entry.state is EntryState.EMPTY and now - entry.changed_at > YOUNG_S:
         return "nothing was compiled"
-    if entry.state is State.STALE:
+    if entry.state is EntryState.STALE:
         return "its lock is stale"
-    if entry.state is State.SUCCESS:
+    if entry.state is EntryState.SUCCESS:
         status = about(cache / entry.name / NEFF)
         used = max(entry.changed_at, started_at, 0.0 if status is None else status.st_atime)
         if now - used > older_than_s:

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from workers.neff_cache.compiler_cache import NEFF
-from workers.neff_cache.entries import DONE, OWN, State, read_entry
+from workers.neff_cache.entries import DONE, OWN, EntryState, read_entry
 from workers.neff_cache.file_states import Part, damaged, part_of, sync_to_disk
 
 LOCK_FILE = "corewright.lock.json"  # in a folder of artifacts
@@ -38,7 +38,7 @@ SHAPES = (
 LAYOUT = ("group_query_attention", "fuse_qkv", "fused_qkv", "quant", "kv_cache_quant", "quantized")
 
 
-class Record(msgspec.Struct, frozen=True, kw_only=True):
+class ManifestRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The record of one manifest. The fields up to ``layout`` repeat parts of it for readers."""
 
     name: str  # of the entry of compiled artifacts
@@ -77,7 +77,7 @@ def record_of(
     files: Mapping[str, Part] | None = None,
     graphs: Mapping[str, Part] | None = None,
     failed: tuple[str, ...] = (),
-) -> Record:
+) -> ManifestRecord:
     """Creates a record of an engine's manifest; for other manifests the repeated fields are empty."""
     plain = plain_of(manifest)
     given_options = _mapping(plain, "options")
@@ -85,7 +85,7 @@ def record_of(
     degree, lnc = options.get("tp_degree"), plain.get("lnc")
     dtypes = (_text(dtype) for dtype in (options.get("amp"), options.get("torch_dtype"), plain.get("dtype")))
     versions, environment = _mapping(plain, "versions"), _mapping(plain, "environment")
-    return Record(
+    return ManifestRecord(
         name=name_of(plain),
         source=source,
         engine=_text(plain.get("engine")) or "",
@@ -123,7 +123,7 @@ def place_of(cache: Path, name: str) -> Path:
     return cache / OWN / f"{name}{SUFFIX}"
 
 
-def write_record(file: Path, record: Record) -> None:
+def write_record(file: Path, record: ManifestRecord) -> None:
     """Writes a record atomically and syncs it to disk. Raises OSError."""
     file.parent.mkdir(parents=True, exist_ok=True)
     written = file.with_name(f"{file.name}.{os.getpid()}.new")
@@ -133,12 +133,12 @@ def write_record(file: Path, record: Record) -> None:
     sync_to_disk(file.parent)
 
 
-def encoded(record: Record) -> bytes:
+def encoded(record: ManifestRecord) -> bytes:
     """Returns the record as indented JSON."""
     return msgspec.json.format(msgspec.json.encode(record), indent=1)
 
 
-def read_record(file: Path) -> Record | None:
+def read_record(file: Path) -> ManifestRecord | None:
     """Reads a record; None: the file is missing or not a record."""
     try:
         return decoded(file.read_bytes())
@@ -146,14 +146,14 @@ def read_record(file: Path) -> Record | None:
         return None
 
 
-def decoded(data: bytes) -> Record | None:
+def decoded(data: bytes) -> ManifestRecord | None:
     try:
-        return msgspec.json.decode(data, type=Record)
+        return msgspec.json.decode(data, type=ManifestRecord)
     except msgspec.DecodeError:
         return None
 
 
-def records_in(cache: Path) -> tuple[Record, ...]:
+def records_in(cache: Path) -> tuple[ManifestRecord, ...]:
     """Returns all records of a local cache, the newest first."""
     records = [record for file in sorted((cache / OWN).glob(f"*{SUFFIX}")) if (record := read_record(file)) is not None]
     return tuple(sorted(records, key=lambda record: -record.made_at))
@@ -165,7 +165,7 @@ def missing_files(folder: Path) -> tuple[str, ...] | None:
     return None if record is None else damaged(folder, record.files)
 
 
-def of_one_model(records: Iterable[Record], manifest: Mapping[str, Any]) -> list[Record]:
+def of_one_model(records: Iterable[ManifestRecord], manifest: Mapping[str, Any]) -> list[ManifestRecord]:
     """Returns the records with the model and compiler of ``manifest``: a start may use their graphs."""
     expected = record_of(manifest)
     return [
@@ -182,7 +182,7 @@ class Proof:
     digest, but the graph is still good.
     """
 
-    def __init__(self, cache: Path, records: Iterable[Record]) -> None:
+    def __init__(self, cache: Path, records: Iterable[ManifestRecord]) -> None:
         self._cache = cache
         self._known: dict[str, list[Part]] = {}
         for record in records:
@@ -198,12 +198,12 @@ class Proof:
         """Returns whether the entry has records but its NEFF matches none of them."""
         return name in self._known and not self.is_good(name)
 
-    def damaged(self, records: Iterable[Record]) -> list[str]:
+    def damaged(self, records: Iterable[ManifestRecord]) -> list[str]:
         """Returns the graphs of these records that the compiler's wrapper would use although no record matches."""
         names = dict.fromkeys(name for record in records for name in record.graphs)
         return [name for name in names if looks_finished(self._cache, name) and self.is_refuted(name)]
 
-    def missing(self, record: Record) -> tuple[str, ...]:
+    def missing(self, record: ManifestRecord) -> tuple[str, ...]:
         """Returns the graphs of the record that are not good."""
         return tuple(name for name in record.graphs if not self.is_good(name))
 
@@ -219,7 +219,7 @@ class Proof:
 
 def is_finished(cache: Path, name: str) -> bool:
     """Returns whether the entry is finished."""
-    return read_entry(cache, name).state is State.SUCCESS
+    return read_entry(cache, name).state is EntryState.SUCCESS
 
 
 def looks_finished(cache: Path, name: str) -> bool:

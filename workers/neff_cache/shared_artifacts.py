@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from workers.artifacts.sources.listing import RemoteFile, SourceError
-from workers.neff_cache.compiled_artifacts import MANIFEST, Entry
+from workers.neff_cache.compiled_artifacts import MANIFEST, LockedEntry
 from workers.neff_cache.entries import OWN
 from workers.neff_cache.file_states import Part, parts
-from workers.neff_cache.record import LOCK_FILE, Record, decoded, read_record
+from workers.neff_cache.record import LOCK_FILE, ManifestRecord, decoded, read_record
 from workers.neff_cache.sync import DAMAGED, S3, CachePlace, place_at
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 FOLDER = f"{OWN}/compiled"
 
 
-def pull(held: Entry, location: str, stop: threading.Event | None = None) -> bool:
+def pull(held: LockedEntry, location: str, stop: threading.Event | None = None) -> bool:
     """Fetches the entry and finishes it; ``held`` is held exclusively and empty. False: missing or incomplete there.
 
     Raises SourceError if the place does not answer, and OSError if the folder cannot be written; the folder is then
@@ -60,7 +60,7 @@ def pull(held: Entry, location: str, stop: threading.Event | None = None) -> boo
     return True
 
 
-def push(held: Entry, location: str) -> int:
+def push(held: LockedEntry, location: str) -> int:
     """Pushes a complete, held entry to ``location`` unless it is there already; returns the bytes sent.
 
     Resumes an interrupted upload. Raises SourceError.
@@ -89,13 +89,13 @@ def push(held: Entry, location: str) -> int:
     return sent
 
 
-def missing(files: Sequence[RemoteFile], record: Record) -> tuple[str, ...]:
+def missing(files: Sequence[RemoteFile], record: ManifestRecord) -> tuple[str, ...]:
     """Returns the files of the record that are missing from a remote entry's ``files``, by name and size."""
     present = _places(files, record)
     return tuple(sorted(name for name in record.files if name not in present))
 
 
-def entry_location(held: Entry, location: str) -> str:
+def entry_location(held: LockedEntry, location: str) -> str:
     """Returns the folder or prefix of the entry in the cache at ``location``."""
     return f"{location.rstrip('/')}/{FOLDER}/{held.path.name}"
 
@@ -104,7 +104,7 @@ def _key(name: str, part: Part) -> str:
     return f"{part.digest}/{name}"
 
 
-def _places(files: Sequence[RemoteFile], record: Record) -> dict[str, RemoteFile]:
+def _places(files: Sequence[RemoteFile], record: ManifestRecord) -> dict[str, RemoteFile]:
     """Returns the remote files of a record by their names in the entry."""
     by_name = {file.name: file for file in files}
     places: dict[str, RemoteFile] = {}
@@ -125,7 +125,7 @@ def _move_out_of_digest_folders(folder: Path, places: Mapping[str, RemoteFile]) 
         shutil.rmtree(folder / digest, ignore_errors=True)
 
 
-def _is_whole(place: CachePlace, files: Sequence[RemoteFile], held: Entry) -> bool:
+def _is_whole(place: CachePlace, files: Sequence[RemoteFile], held: LockedEntry) -> bool:
     record = finished_record(place, files)
     return record is not None and _manifest_at(place) == held.manifest and not missing(files, record)
 
@@ -157,7 +157,7 @@ def listed_files(place: CachePlace) -> Sequence[RemoteFile]:
     return place.files()
 
 
-def finished_record(place: CachePlace, files: Sequence[RemoteFile]) -> Record | None:
+def finished_record(place: CachePlace, files: Sequence[RemoteFile]) -> ManifestRecord | None:
     """Returns the record of an entry with these files; None: its upload is unfinished, or it has no valid record."""
     is_finished = {MANIFEST, LOCK_FILE} <= {file.name for file in files}
     return decoded(place.read(LOCK_FILE)) if is_finished else None

@@ -30,12 +30,12 @@ from workers.artifacts.sources.s3 import Bucket
 from workers.artifacts.store import locks
 from workers.neff_cache import compiler_cache
 from workers.neff_cache.compiler_cache import LOG, NEFF
-from workers.neff_cache.entries import DONE, OWN, State, listed_entries, read_entries, read_entry
+from workers.neff_cache.entries import DONE, OWN, EntryState, listed_entries, read_entries, read_entry
 from workers.neff_cache.file_states import BLOCK, Part, about, digest, files_below, part_of, sync_folder, sync_to_disk
 from workers.neff_cache.record import (
     SUFFIX,
+    ManifestRecord,
     Proof,
-    Record,
     decoded,
     encoded,
     is_finished,
@@ -276,9 +276,9 @@ def _pulled(place: CachePlace, local: Path, record: str, compiler: str, stop: th
     missing = [
         entry.name
         for entry in listed_entries(files)
-        if entry.state is State.SUCCESS
+        if entry.state is EntryState.SUCCESS
         and (entry.name in named if named is not None else not compiler or entry.compiler == compiler)
-        and read_entry(local, entry.name).state not in (State.SUCCESS, State.LOCKED)
+        and read_entry(local, entry.name).state not in (EntryState.SUCCESS, EntryState.LOCKED)
     ]
     expected = {name: [part.digest] for name, part in (named or {}).items()} | _digests(files)
     incoming = local / OWN / INCOMING
@@ -306,12 +306,12 @@ def push(local: Path, place: CachePlace) -> Synced:
     """
     with _serialized(local, PUSHING, threading.Event()):
         files = place.files()
-        present = {entry.name for entry in listed_entries(files) if entry.state is State.SUCCESS}
+        present = {entry.name for entry in listed_entries(files) if entry.state is EntryState.SUCCESS}
         proof = Proof(local, records_in(local))
         sent, size = [], 0
         for entry in read_entries(local):
             at = f"{place.url}/{entry.name}"
-            if entry.state is not State.SUCCESS or (entry.name in present and at not in DAMAGED):
+            if entry.state is not EntryState.SUCCESS or (entry.name in present and at not in DAMAGED):
                 continue
             part = proof.part(entry.name)
             if part is None or proof.is_refuted(entry.name):
@@ -327,7 +327,7 @@ def push(local: Path, place: CachePlace) -> Synced:
     return Synced(entries=tuple(sent), records=records, bytes=size)
 
 
-def records_at(place: CachePlace, files: Sequence[RemoteFile]) -> Iterator[Record]:
+def records_at(place: CachePlace, files: Sequence[RemoteFile]) -> Iterator[ManifestRecord]:
     """Yields the records of a remote cache with these files. A record's name is its file's: a cache has more writers
     than this host, and a name may lead out of it."""
     for file in files:

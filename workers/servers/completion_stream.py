@@ -48,14 +48,14 @@ class _Logprobs(msgspec.Struct):
     top_logprobs: list[dict[str, float] | None] | None = None
 
 
-class _Choice(msgspec.Struct):
+class _StreamedChoice(msgspec.Struct):
     token_ids: list[int] | None = None
     logprobs: _Logprobs | None = None
     finish_reason: str | None = None
 
 
 class _Chunk(msgspec.Struct):
-    choices: list[_Choice] = []
+    choices: list[_StreamedChoice] = []
     error: Any = None
 
 
@@ -158,7 +158,7 @@ class StreamReader:
                 message = f"the server sent an event that is not a completion: {error}"
                 raise ServerError(message, BAD_GATEWAY) from None
 
-    def _piece(self, choice: _Choice) -> Piece:
+    def _piece(self, choice: _StreamedChoice) -> Piece:
         ids = choice.token_ids or []
         logprobs = [] if choice.logprobs is None else list(self._logprobs(ids, choice.logprobs))
         return Piece(ids, logprobs, choice.finish_reason)

@@ -34,7 +34,7 @@ from workers.messages.engine_protocol import EngineLoadError
 from workers.messages.replica_config import ReplicaConfig
 from workers.neff_cache import shared_artifacts
 from workers.neff_cache.compile_session import CompileSession
-from workers.neff_cache.compiled_artifacts import SPENT, Entry, entry
+from workers.neff_cache.compiled_artifacts import SPENT, LockedEntry, entry
 from workers.neff_cache.file_states import Part, parts
 from workers.neff_cache.neuron_target import LNC, OVERRIDE
 from workers.neff_cache.sync import URL
@@ -146,7 +146,7 @@ def _plain(text: str) -> Any:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedServer:
     """The variables and locks of a server for its compiled artifacts."""
 
     env: dict[str, str]
@@ -154,7 +154,7 @@ class Prepared:
 
 
 @contextlib.contextmanager
-def prepared(config: ReplicaConfig, plugin: Plugin, wanted: Needs, scratch: Path) -> Iterator[Prepared]:
+def prepared(config: ReplicaConfig, plugin: Plugin, wanted: Needs, scratch: Path) -> Iterator[PreparedServer]:
     """The context in which a server becomes ready; its artifacts are then complete, and pushed in the background.
 
     1. A complete entry is used as it is. Of the later plugin, a missing graph is then an error.
@@ -165,16 +165,18 @@ def prepared(config: ReplicaConfig, plugin: Plugin, wanted: Needs, scratch: Path
     ``scratch`` is a folder for files that are not kept. Raises EngineLoadError.
     """
     if plugin == "cpu":
-        yield Prepared({})
+        yield PreparedServer({})
         return
     if config.compiled is None:
-        yield Prepared(_variables(plugin, scratch, scratch))
+        yield PreparedServer(_variables(plugin, scratch, scratch))
         return
     compiled = False
     with entry(Path(config.compiled), wanted.manifest) as held:
         if held.complete or _is_pulled(config, held):  # 1, 2
             with _hinted(config, held.path):
-                yield Prepared(_variables(plugin, held.path, scratch) | (NO_COMPILE if plugin == "neuron" else {}))
+                yield PreparedServer(
+                    _variables(plugin, held.path, scratch) | (NO_COMPILE if plugin == "neuron" else {})
+                )
         else:  # 3
             with filling(config, plugin, held) as server:
                 yield server
@@ -184,7 +186,7 @@ def prepared(config: ReplicaConfig, plugin: Plugin, wanted: Needs, scratch: Path
 
 
 @contextlib.contextmanager
-def filling(config: ReplicaConfig, plugin: Plugin, held: Entry) -> Iterator[Prepared]:
+def filling(config: ReplicaConfig, plugin: Plugin, held: LockedEntry) -> Iterator[PreparedServer]:
     """The context in which a server compiles into an exclusively held entry, which is complete afterwards."""
     log.info("compiling %s with vLLM into %s; its output is in this log", config.source, held.path)
     session = CompileSession(held.manifest, Path(config.source or ""), held.path.parent, shared=False)
@@ -192,7 +194,7 @@ def filling(config: ReplicaConfig, plugin: Plugin, held: Entry) -> Iterator[Prep
         env = _variables(plugin, held.path, held.path)
         if plugin == "nxd" and URL in os.environ:
             env[URL] = os.environ[URL]
-        yield Prepared(env, () if held.lock is None else (held.lock,))
+        yield PreparedServer(env, () if held.lock is None else (held.lock,))
     shutil.rmtree(held.path / WORK, ignore_errors=True)
     files = _made(plugin, held.path)
     if files:
@@ -224,7 +226,7 @@ def _made(plugin: Plugin, folder: Path) -> dict[str, Part]:
     return parts(folder, frozenset(others))
 
 
-def _is_pulled(config: ReplicaConfig, held: Entry) -> bool:
+def _is_pulled(config: ReplicaConfig, held: LockedEntry) -> bool:
     try:
         return config.neff_cache is not None and shared_artifacts.pull(held, config.neff_cache)
     except SourceError as error:

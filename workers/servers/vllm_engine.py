@@ -22,7 +22,7 @@ from workers.host.interpreter import probe
 from workers.messages.engine_protocol import EngineLoadError, EngineSpec
 from workers.messages.replica_config import ReplicaConfig
 from workers.neff_cache.compile_units import Buildable, Tell
-from workers.neff_cache.compiled_artifacts import Entry
+from workers.neff_cache.compiled_artifacts import LockedEntry
 from workers.servers import vllm_artifacts
 from workers.servers.adapters import (
     EMPTY,
@@ -229,7 +229,7 @@ def buildables(config: ReplicaConfig, read: bool) -> list[Buildable]:
         return []
     wanted = _needs(config, installed, read=read)
 
-    def make(held: Entry, tell: Tell) -> None:
+    def make(held: LockedEntry, tell: Tell) -> None:
         folder = server_folder(Path(tempfile.gettempdir()), GRACE_S)
         address = _address(folder, installed)
         with vllm_artifacts.filling(config, installed.plugin, held) as artifacts:

@@ -1,8 +1,8 @@
 """Answers one prompt in a process of its own, without Ray: ``python -m workers.serving.generate_once``.
 
-A ``Job`` is read as JSON from standard input. JSON lines go to standard output: each is a ``Piece`` of the answer, the
-last one its ``End`` or the ``Failure`` that prevented it. Output of libraries goes to standard error. The caller sets
-the whole environment. The process ends with its parent, so that no core stays claimed.
+A ``GenerateJob`` is read as JSON from standard input. JSON lines go to standard output: each is a ``TextPiece`` of the
+answer, the last one its ``End`` or the ``Failure`` that prevented it. Output of libraries goes to standard error. The
+caller sets the whole environment. The process ends with its parent, so that no core stays claimed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from workers.text.tokenizer import ChatTemplateError, NoChatTemplate, TemplateIn
 DEFAULT_TOKENS = 128  # of an answer, if the slot has room
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True):
+class GenerateJob(msgspec.Struct, frozen=True, kw_only=True):
     """The prompt to answer, with its model and sampling parameters."""
 
     config: ReplicaConfig
@@ -39,7 +39,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     parent: int = 0  # the pid of the caller
 
 
-class Piece(msgspec.Struct, frozen=True, tag="piece"):
+class TextPiece(msgspec.Struct, frozen=True, tag="piece"):
     """Further text of the answer."""
 
     text: str
@@ -58,11 +58,11 @@ class Trouble(msgspec.Struct, frozen=True, tag="trouble"):
     failure: Failure
 
 
-Reply = Piece | End | Trouble
+Reply = TextPiece | End | Trouble
 Send = Callable[[Reply], None]
 
 
-def run(job: Job, send: Send) -> None:
+def run(job: GenerateJob, send: Send) -> None:
     """Load the model, answer, and send the result. Never raises for faults of the model or the machine."""
     config = job.config
     activity, id = "the load", "load-failed"
@@ -73,7 +73,7 @@ def run(job: Job, send: Send) -> None:
         for event in events:
             answer.append(event)
             if event.text:
-                send(Piece(event.text))
+                send(TextPiece(event.text))
             if event.finish is not None:
                 assert backend is not None
                 backend.close()  # ends its ``run``
@@ -101,7 +101,7 @@ class _Refused(Exception):
     """The model does not support the prompt or the sampling parameters."""
 
 
-def _request(job: Job, tokenizer: Tokenizer, max_len: int) -> GenerateRequest:
+def _request(job: GenerateJob, tokenizer: Tokenizer, max_len: int) -> GenerateRequest:
     ids = _prompt_ids(job, tokenizer)
     return GenerateRequest(
         id="one-off",
@@ -113,7 +113,7 @@ def _request(job: Job, tokenizer: Tokenizer, max_len: int) -> GenerateRequest:
     )
 
 
-def _prompt_ids(job: Job, tokenizer: Tokenizer) -> list[int]:
+def _prompt_ids(job: GenerateJob, tokenizer: Tokenizer) -> list[int]:
     """Returns the prompt in the model's chat template, if it has one, unless ``raw``: a chat model often ends at once
     after a bare question. Raises _Refused."""
     if not job.prompt:
@@ -144,7 +144,7 @@ def _end_of(answer: Sequence[TokenEvent]) -> End:
 
 def main() -> None:
     """Read the job and answer it."""
-    job = msgspec.json.decode(sys.stdin.buffer.read(), type=Job)
+    job = msgspec.json.decode(sys.stdin.buffer.read(), type=GenerateJob)
     end_with(job.parent)
     run(job, answering())
 

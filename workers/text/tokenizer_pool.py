@@ -35,7 +35,7 @@ from workers.messages.encoder_protocol import EncodeInput
 from workers.messages.engine_protocol import EngineLoadError
 from workers.text.input_tokens import InputTexts
 from workers.text.tokenizer import ByteTokenizer, PromptTokenizer, TemplateInput, TooManyTokens, unicode
-from workers.text.tokenizer_process import ERRORS, Loaded, Reply
+from workers.text.tokenizer_process import ERRORS, Loaded, TokenizerReply
 
 LOAD_S = 60.0  # CPU time for a loader to load its tokenizer
 CALL_S = 5.0  # CPU time of a call; a chat is rendered within a millisecond
@@ -130,7 +130,7 @@ class TokenizerPool:
         finally:
             self._leave(handle.content, tokenizer, worker, kept=True)
 
-    def call(self, handle: TokenizerProcess, data: bytes) -> Reply:
+    def call(self, handle: TokenizerProcess, data: bytes) -> TokenizerReply:
         """Returns a worker's reply to a pickled call. Blocks. Raises TokenizerFault and TokenizerBusy."""
         limit_s = CALL_S + len(data) * CALL_S_PER_BYTE
         for _ in range(TRIES):
@@ -352,7 +352,7 @@ def _fork_loader() -> _Process:
         return nursery().fork(START_S)
 
 
-def _raise(reply: Reply) -> NoReturn:
+def _raise(reply: TokenizerReply) -> NoReturn:
     if reply.error == "many":
         count, exact, place, limit = reply.value
         raise TooManyTokens(count, exact=exact, place=place, limit=limit)
@@ -374,7 +374,7 @@ class _Process:
         self._forking = threading.Lock()
         self._over = False
 
-    def ask(self, data: bytes, cpu_s: float, wall_s: float) -> Reply:
+    def ask(self, data: bytes, cpu_s: float, wall_s: float) -> TokenizerReply:
         """Returns the reply to ``data``. The process may use ``cpu_s`` of CPU time, and ``wall_s`` in all. Raises
         _Overrun, _Frozen and _Late; OSError, EOFError or MsgspecError where it has exited or replies nonsense."""
         began, until = self._cpu_s(), time.monotonic() + wall_s
@@ -384,7 +384,7 @@ class _Process:
                 if self._cpu_s() - began > cpu_s:
                     raise _Overrun(f"no reply within {cpu_s:.0f} s of CPU time")
                 self._check(until)
-            return msgspec.msgpack.decode(self._connection.recv_bytes(REPLY_BYTES), type=Reply)
+            return msgspec.msgpack.decode(self._connection.recv_bytes(REPLY_BYTES), type=TokenizerReply)
         except BlockingIOError:
             raise _Frozen("the process reads nothing") from None
 

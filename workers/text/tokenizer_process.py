@@ -51,7 +51,7 @@ class Loaded(msgspec.Struct):
     bytes: int  # of memory that it does not share with the nursery
 
 
-class Reply(msgspec.Struct, array_like=True):
+class TokenizerReply(msgspec.Struct, array_like=True):
     """``error`` is empty, "load", "fault", "many" or the name of one of ``ERRORS``; ``value`` depends on it."""
 
     error: str
@@ -129,7 +129,7 @@ def _serve(connection: Connection, tokenizer: HubTokenizer) -> None:
 
 
 def _encoded(error: str, value: Any) -> bytes:
-    return msgspec.msgpack.encode(Reply(error, value))
+    return msgspec.msgpack.encode(TokenizerReply(error, value))
 
 
 def _shown(error: BaseException) -> str:

@@ -11,8 +11,8 @@ from orchestrator.access.keys import ApiKey, KeyRing
 from orchestrator.access.rate_limits import (
     DEBT,
     MINUTE_S,
-    Counts,
     Exceeded,
+    KeyCounts,
     Remaining,
     charge,
     duration,
@@ -25,7 +25,7 @@ from orchestrator.fleet.key_usage import KeyUsage
 from orchestrator.gateway.openai import errors
 from orchestrator.gateway.openai.errors import ApiError
 
-UNUSED = Counts()
+UNUSED = KeyCounts()
 RETRY_CONCURRENT_S = 1  # a guess: the end of a key's requests is unknown
 
 
@@ -60,7 +60,7 @@ class KeyLimits:
     fleet is added when they have reported it, and owed if it exceeds a limit."""
 
     def __init__(self) -> None:
-        self._counts: dict[str, Counts] = {}  # by key, of all gateways
+        self._counts: dict[str, KeyCounts] = {}  # by key, of all gateways
         self._live: dict[str, int] = {}  # requests of this gateway, by key
         self._used: dict[str, KeyUsage] = {}  # here since the last report, by key
         self._live_elsewhere: dict[str, int] = {}  # requests at other gateways, by key
@@ -95,7 +95,7 @@ class KeyLimits:
         if live > 0:
             self._live[key.id] = live
 
-    def _of(self, key: ApiKey) -> Counts:
+    def _of(self, key: ApiKey) -> KeyCounts:
         return self._counts.get(key.id, UNUSED)
 
     def _note(self, id: str, requests: float, tokens: float) -> None:

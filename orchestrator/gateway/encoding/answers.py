@@ -54,7 +54,7 @@ class Encoded(msgspec.Struct, frozen=True):
         return b'{"prompt_tokens":%d,"total_tokens":%d}' % (self.prompt_tokens, self.prompt_tokens)
 
 
-class Head(msgspec.Struct, frozen=True):
+class AnswerHead(msgspec.Struct, frozen=True):
     """The fields that identify an answer."""
 
     id: str
@@ -62,7 +62,7 @@ class Head(msgspec.Struct, frozen=True):
     model: str
 
 
-def written(body: EncodingBody, head: Head, encoded: Encoded) -> Iterator[bytes]:
+def written(body: EncodingBody, head: AnswerHead, encoded: Encoded) -> Iterator[bytes]:
     """Returns the JSON of the answer in small pieces. Raises ApiError if the model cannot answer the request."""
     if not encoded.complete:
         raise engine_failed(head.model, "its answer is not complete")
@@ -106,7 +106,7 @@ def cosines(vectors: Sequence[array.array[float]], pairs: int) -> list[float]:
     ]
 
 
-def _embeddings(body: EmbeddingRequest, head: Head, encoded: Encoded) -> Iterator[bytes]:
+def _embeddings(body: EmbeddingRequest, head: AnswerHead, encoded: Encoded) -> Iterator[bytes]:
     base64 = body.encoding_format == "base64"
     before = b'{"object":"list","data":['
     for index, row in enumerate(encoded.rows()):
@@ -118,7 +118,7 @@ def _embeddings(body: EmbeddingRequest, head: Head, encoded: Encoded) -> Iterato
     yield b'],"model":%b,"usage":%b}' % (_encode(head.model), encoded.usage)
 
 
-def _results(body: RerankRequest, head: Head, encoded: Encoded, scores: Sequence[float]) -> Iterator[bytes]:
+def _results(body: RerankRequest, head: AnswerHead, encoded: Encoded, scores: Sequence[float]) -> Iterator[bytes]:
     texts = body.texts()
     order = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n]
     before = b'{"id":%b,"model":%b,"usage":%b,"results":[' % (_encode(head.id), _encode(head.model), encoded.usage)
@@ -131,7 +131,7 @@ def _results(body: RerankRequest, head: Head, encoded: Encoded, scores: Sequence
     yield b"]}"
 
 
-def _scores(head: Head, encoded: Encoded, scores: Sequence[float]) -> Iterator[bytes]:
+def _scores(head: AnswerHead, encoded: Encoded, scores: Sequence[float]) -> Iterator[bytes]:
     before = _list_head(head)
     for index, score in enumerate(scores):
         yield before + _encode({"index": index, "object": "score", "score": score})
@@ -139,7 +139,7 @@ def _scores(head: Head, encoded: Encoded, scores: Sequence[float]) -> Iterator[b
     yield b'],"usage":%b}' % encoded.usage
 
 
-def _classes(head: Head, encoded: Encoded) -> Iterator[bytes]:
+def _classes(head: AnswerHead, encoded: Encoded) -> Iterator[bytes]:
     before = _list_head(head)
     for index, row in enumerate(encoded.rows()):
         probs = _numbers(row).tolist()
@@ -150,7 +150,7 @@ def _classes(head: Head, encoded: Encoded) -> Iterator[bytes]:
     yield b'],"usage":%b}' % encoded.usage
 
 
-def _list_head(head: Head) -> bytes:
+def _list_head(head: AnswerHead) -> bytes:
     fields = _encode({"id": head.id, "object": "list", "created": head.created, "model": head.model})
     return fields[:-1] + b',"data":['
 

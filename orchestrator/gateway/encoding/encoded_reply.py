@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from orchestrator.gateway.encoding.answers import Encoded, Head, written
+from orchestrator.gateway.encoding.answers import AnswerHead, Encoded, written
 from orchestrator.gateway.encoding.protocol import EncodingBody
 from orchestrator.gateway.http.exchange import Exchange
 from orchestrator.gateway.openai import errors
@@ -29,7 +29,7 @@ class EncodedReply(msgspec.Struct, eq=False):
 
     exchange: Exchange
     body: EncodingBody
-    head: Head
+    head: AnswerHead
     _note: Note
     _metrics: GatewayMetrics
     read_again: Callable[[], Awaitable[None]]  # tokenizes again for the current routes, while it waits

@@ -11,7 +11,7 @@ from types import MappingProxyType
 import msgspec
 
 from orchestrator.fleet.route_table import ModelRoutes
-from orchestrator.gateway.encoding.answers import Head, id_prefix, too_many_dimensions
+from orchestrator.gateway.encoding.answers import AnswerHead, id_prefix, too_many_dimensions
 from orchestrator.gateway.encoding.encoded_reply import EncodedReply
 from orchestrator.gateway.encoding.inputs import encode_inputs
 from orchestrator.gateway.encoding.protocol import (
@@ -104,7 +104,7 @@ class Encoding:
         terms = read_scheduling_parameters(exchange.request.headers, exchange.key, body.priority, time.monotonic())
         self._generation.take(exchange, tokens, None)
         note = Note(queue.label(body.model), stream=False, prompt_tokens=tokens)
-        head = Head(id_prefix(body) + next(self._answer_ids), int(time.time()), body.model)
+        head = AnswerHead(id_prefix(body) + next(self._answer_ids), int(time.time()), body.model)
 
         async def read_again() -> None:
             await self._renew(reply, queue)

@@ -20,7 +20,7 @@ MAX_BYTES = 2**28  # of all keys
 
 
 @dataclass
-class _Share:
+class _ThreadShare:
     """One key's use of the threads."""
 
     turns: defaultdict[str, asyncio.Semaphore]  # by model
@@ -37,7 +37,7 @@ class TokenizerThreads:
         self._threads = threads or min(MOST_THREADS, max(2, (os.cpu_count() or 1) // 2))
         self._executor = ThreadPoolExecutor(MOST_THREADS_OF_ALL, thread_name_prefix="tokenizing")
         self._turns = defaultdict[str, asyncio.Semaphore](lambda: asyncio.Semaphore(self._threads))
-        self._shares: dict[str, _Share] = {}
+        self._shares: dict[str, _ThreadShare] = {}
         self._bytes = 0
 
     async def run(self, key: str, size: int, work: Callable[[], T], model: str = "") -> T:
@@ -49,7 +49,7 @@ class TokenizerThreads:
         if self._bytes + size > max(size, MAX_BYTES):
             raise errors.too_many_bodies()
         if share is None:
-            share = self._shares[key] = _Share(defaultdict(lambda: asyncio.Semaphore(max(1, self._threads - 1))))
+            share = self._shares[key] = _ThreadShare(defaultdict(lambda: asyncio.Semaphore(max(1, self._threads - 1))))
         share.jobs += 1
         share.bytes += size
         self._bytes += size

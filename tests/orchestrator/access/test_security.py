@@ -20,10 +20,10 @@ import pytest
 from orchestrator.access.audit_log import Audit
 from orchestrator.access.keys import KeyFile
 from orchestrator.access.source_policy import SourcePolicy, allowed_by_setting, allowed_to_keys, interpreters_of
-from orchestrator.api.refused import Refused
+from orchestrator.api.refused import OperationRefused
 from orchestrator.cli import up as up_module
 from orchestrator.cli.main import run
-from orchestrator.daemon.settings import LEFT, SETTINGS, resolve
+from orchestrator.daemon.settings import SETTINGS, resolve
 from orchestrator.fleet.controller_settings import ADMIN_PATH
 from orchestrator.gateway.settings import GatewaySettings
 from orchestrator.process.addresses import is_loopback
@@ -108,18 +108,6 @@ def test_a_setting_comes_from_a_variable_or_the_file(name: str, tmp_path: Path) 
     assert (settings[name], settings.origin(name).origin, settings.problems) == (value, "file", ())
     settings = resolve({}, {**environ, setting.env: text})
     assert (settings[name], settings.origin(name).where, settings.problems) == (value, setting.env, ())
-
-
-@pytest.mark.parametrize("name", LEFT)
-def test_a_removed_setting_names_what_to_use_instead(name: str, tmp_path: Path) -> None:
-    """In the file and in a variable, also for the commands that read only the store's settings."""
-    (tmp_path / "config.yaml").write_text(f"{name}: 1\n")
-    variable = f"COREWRIGHT_{name.upper()}"
-    settings = resolve({}, {"COREWRIGHT_HOME": str(tmp_path), variable: "1"}, only=("store_bytes",))
-    assert settings.problems == (
-        Problem("setting-removed", "error", f"{tmp_path}/config.yaml:1:1", f"{name} was removed", LEFT[name]),
-        Problem("setting-removed", "error", "", f"{variable} was removed", LEFT[name]),
-    )
 
 
 @pytest.mark.parametrize(
@@ -410,7 +398,7 @@ def test_a_running_fleet_refuses_a_folder_that_cannot_exist(verb: str, path: str
         async with Played(tmp_path, FakeCluster(), ECHO) as played:
             await played.settled()
             more: dict[str, Any] = {"apply": {"by": "me"}, "explain": {"model": "a"}}.get(verb, {})
-            with pytest.raises(Refused) as refused:
+            with pytest.raises(OperationRefused) as refused:
                 await getattr(played.operator, verb)(text, "f.yaml", path, **more)
             return refused.value.problem.id
 
@@ -427,7 +415,7 @@ def test_a_running_fleet_reads_only_what_the_setting_allows(verb: str, models: P
             await played.settled()
             played.operator._allowed = SourcePolicy((str(models / "models"),), frozenset())
             more: dict[str, Any] = {"apply": {"by": "me"}, "explain": {"model": "a"}}.get(verb, {})
-            with pytest.raises(Refused) as refused:
+            with pytest.raises(OperationRefused) as refused:
                 await getattr(played.operator, verb)(text, "f.yaml", str(models), **more)
             return refused.value.problem.id, [problem.id for problem in refused.value.problems]
 
@@ -502,7 +490,7 @@ def test_every_change_is_audited_and_no_read(admin: LiveAdmin, asking: Callable[
     client.get("status")
     client.post("plan", json=sent)
     client.post("apply", json=sent)
-    admin.fleet.refusal = Refused("never-fits", "", "", status=422)
+    admin.fleet.refusal = OperationRefused("never-fits", "", "", status=422)
     client.post("apply", json=sent)
     client.post("down")
     me = "fleet token", "me@there"
@@ -524,7 +512,7 @@ def test_refused_requests_of_a_key_do_not_rotate_the_audit_log(
     _, text = KeyFile(Home(Path(admin.fleet.settings.home)).keys).create("ops", scopes=("admin",))
     client = asking(text)
     client.post("scale", json={"model": "chat", "count": 3})
-    admin.fleet.refusal = Refused("host-unknown", "", "", status=404)
+    admin.fleet.refusal = OperationRefused("host-unknown", "", "", status=404)
     names = json.dumps({"hosts": ["h1234567"] * 650_000})
     statuses = {client.post("hosts/roll", content=names).status_code for _ in range(19)}
 

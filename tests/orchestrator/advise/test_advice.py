@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.advise.advice import WITHIN, Advice, advise
-from orchestrator.advise.candidates import Question, candidates
+from orchestrator.advise.candidates import SizingQuestion, candidates
 from orchestrator.process.failure import Failed
 from orchestrator.revisions.spec_file import examine, this_machine
 from orchestrator.simulate.from_spec import scenario_of
@@ -51,7 +51,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def advice(source: str) -> Advice:
-    return advise(Question(source, instances=SMALL, rps=6.0, ttft_ms=1500, tpot_ms=60))
+    return advise(SizingQuestion(source, instances=SMALL, rps=6.0, ttft_ms=1500, tpot_ms=60))
 
 
 def test_what_is_recommended_is_planned(advice: Advice) -> None:
@@ -110,7 +110,7 @@ def test_prices_decide_between_types(source: str) -> None:
     """A machine that costs as much as hundreds of small ones is left for them."""
     for large, cheapest in ((500.0, "inf2.xlarge"), (1.0, "inf2.48xlarge")):
         prices = {"inf2.xlarge": 1.0, "inf2.48xlarge": large}
-        line = advise(Question(source, instances=SMALL, rps=0.5, prices=prices)).lines[0]
+        line = advise(SizingQuestion(source, instances=SMALL, rps=0.5, prices=prices)).lines[0]
         assert line.candidate.instance == cheapest
         dollars = line.hosts * prices[cheapest] / (0.5 * 128 * 3600) * 1e6
         assert line.dollars_per_million == pytest.approx(dollars)
@@ -118,7 +118,7 @@ def test_prices_decide_between_types(source: str) -> None:
 
 def test_a_load_that_nothing_serves_is_an_error_with_the_nearest_candidate(source: str) -> None:
     with pytest.raises(Failed) as caught:
-        advise(Question(source, instances=("inf2.xlarge",), ttft_ms=3))
+        advise(SizingQuestion(source, instances=("inf2.xlarge",), ttft_ms=3))
     problem = caught.value.problem
     assert problem.id == "nothing-serves-load"
     assert "by ttft, at best: a prompt takes up to" in problem.what
@@ -127,17 +127,17 @@ def test_a_load_that_nothing_serves_is_an_error_with_the_nearest_candidate(sourc
 
 def test_a_source_without_a_config_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(Failed, match=r"checkpoint-unreadable: .*config\.json"):
-        advise(Question(str(tmp_path)))
+        advise(SizingQuestion(str(tmp_path)))
 
 
 def test_the_slot_holds_a_prompt_and_its_output(source: str) -> None:
     """A power of two, unless it is given."""
-    assert Question(source, prompt_tokens=512, output_tokens=512).slot == 1024
-    assert Question(source, prompt_tokens=512, output_tokens=513).slot == 2048
-    assert Question(source, max_len=1500).slot == 1500
+    assert SizingQuestion(source, prompt_tokens=512, output_tokens=512).slot == 1024
+    assert SizingQuestion(source, prompt_tokens=512, output_tokens=513).slot == 2048
+    assert SizingQuestion(source, max_len=1500).slot == 1500
 
 
 def test_degrees_that_do_not_divide_the_heads_are_padded(source: str) -> None:
-    chosen = list(candidates(Question(source, instances=("inf2.48xlarge",)), Checkpoint.from_config(LLAMA)))
+    chosen = list(candidates(SizingQuestion(source, instances=("inf2.48xlarge",)), Checkpoint.from_config(LLAMA)))
     assert {candidate.tp_degree for candidate in chosen if candidate.padded} == {12, 24}
     assert {candidate.max_batch for candidate in chosen} == {2, 16}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from orchestrator.api.action_preview import Manual
-from orchestrator.api.refused import Refused
+from orchestrator.api.refused import OperationRefused
 from orchestrator.scaling.demand_report import DemandReport, LiveRequest
 from tests.orchestrator.fakes import FakeCluster, Played, virtually
 
@@ -86,7 +86,7 @@ def test_a_drain_without_room_is_refused_in_the_preview(tmp_path: Path) -> None:
             await fleet.settled()
             preview = await fleet.operator.preview("drain", "inf2.24xlarge/0")
             assert "contiguous cores" in preview["refusal"]
-            with pytest.raises(Refused, match="cannot be drained"):
+            with pytest.raises(OperationRefused, match="cannot be drained"):
                 await fleet.operator.drain("inf2.24xlarge/0", by="me")
 
     virtually(story)
@@ -108,7 +108,7 @@ def test_a_preview_is_refused_as_the_change_is(action: Manual, target: str, prob
             operation = fleet.operator.restart if action == "restart" else fleet.operator.drain
             refusals = []
             for attempt in (fleet.operator.preview(action, target), operation(target, by="me")):
-                with pytest.raises(Refused) as refused:
+                with pytest.raises(OperationRefused) as refused:
                     await attempt
                 refusals.append(refused.value.problem)
             assert refusals[0] == refusals[1]
@@ -137,7 +137,7 @@ def test_a_change_after_another_one_is_refused(tmp_path: Path) -> None:
             await fleet.settled()
             index = (await fleet.operator.preview("scale", "small", 1))["index"]
             await fleet.operator.scale("chat", 2, by="other")
-            with pytest.raises(Refused, match="has changed since the preview"):
+            with pytest.raises(OperationRefused, match="has changed since the preview"):
                 await fleet.operator.scale("small", 1, by="me", check_index=index)
 
     virtually(story)
@@ -153,7 +153,7 @@ def test_only_a_request_that_a_gateway_reports_can_be_cancelled(tmp_path: Path) 
             live = LiveRequest(request="r-1", model="chat")
             reply = await fleet.controller.demand(DemandReport(gateway="g", number=1, seconds=1.0, requests=[live]))
             assert (reply.watched, reply.cancelled) == (True, [])
-            with pytest.raises(Refused, match="no request r-2") as refused:
+            with pytest.raises(OperationRefused, match="no request r-2") as refused:
                 await fleet.operator.cancel_request("r-2", by="me")
             assert refused.value.problem.id == "request-unknown"
             await fleet.operator.cancel_request("r-1", by="me")

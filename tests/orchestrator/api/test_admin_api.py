@@ -19,7 +19,7 @@ from openapi_spec_validator import OpenAPIV31SpecValidator
 from orchestrator.api import server as module
 from orchestrator.api.openapi import openapi
 from orchestrator.api.operator import Operator
-from orchestrator.api.refused import Refused
+from orchestrator.api.refused import OperationRefused
 from orchestrator.api.routes import OWN, ROUTES, AdminRoute
 from orchestrator.api.server import MAX_BODY_BYTES, MAX_CONNECTIONS
 from orchestrator.fleet.controller_settings import ADMIN_PATH
@@ -233,7 +233,7 @@ def test_a_rejection_has_its_status_and_the_problems_of_the_spec(admin: LiveAdmi
     answer = http.post("apply", json=SENT)
     assert problem(answer) == (422, "spec-invalid")
     assert answer.json()["problems"] == [problem.as_dict() for problem in bad_spec().problems]
-    admin.fleet.refusal = Refused("journal-unwritable", "the disk is full", "make room", status=507)
+    admin.fleet.refusal = OperationRefused("journal-unwritable", "the disk is full", "make room", status=507)
     answer = http.post("load", json={"model": "chat"})
     assert problem(answer) == (507, "journal-unwritable")
     assert answer.json()["error"]["hint"] == "make room"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.api.refused import Refused
+from orchestrator.api.refused import OperationRefused
 from tests.orchestrator.fakefleet import EXPLAINED, WINDOW
 from tests.orchestrator.fakes import FakeCluster, Played, virtually
 
@@ -100,7 +100,7 @@ def test_explain_reports_a_cordon_and_the_command_that_lifts_it(tmp_path: Path) 
 def test_an_impossible_explanation_is_rejected_with_the_reason(
     tmp_path: Path, text: str, model: str, refusal: tuple[str, int]
 ) -> None:
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(OperationRefused) as refused:
         preview_of_a_scattered_fleet(tmp_path, text, "explain", model=model)
     assert (refused.value.problem.id, refused.value.status) == refusal
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from orchestrator.bench.server import Server, Usage, connected
+from orchestrator.bench.server import MeasuredServer, TokenUsage, connected
 from orchestrator.bench.sweep import Cell, Round, Sweep, sweep
 from orchestrator.cli.main import run
 from orchestrator.process.failure import Failed
@@ -35,10 +35,10 @@ def quiet(line: str) -> None: ...
 
 
 @asynccontextmanager
-async def found(server: PlayedServer, key: str | None = None, **how: Any) -> AsyncIterator[Server]:
+async def found(server: PlayedServer, key: str | None = None, **how: Any) -> AsyncIterator[MeasuredServer]:
     settings = {"model": None, "chat": False, "timeout_s": SOON_S, **how}
     async with connected(server.url, key) as connection:
-        yield await Server.find(connection, settings.pop("model"), **settings)
+        yield await MeasuredServer.find(connection, settings.pop("model"), **settings)
 
 
 async def swept(
@@ -272,7 +272,7 @@ async def test_a_servers_certificate_is_verified(tmp_path: Path, monkeypatch: py
             answered = await target.complete(1, 2)
     assert failed.value.problem.id == "bench-unreachable"
     assert "certificate" in failed.value.problem.what.lower()
-    assert answered == Usage(2, 2)
+    assert answered == TokenUsage(2, 2)
 
 
 @pytest.mark.parametrize("tokens", [None, 5])

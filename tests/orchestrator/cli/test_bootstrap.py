@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.cli import main as cli
-from orchestrator.cli.bootstrap import ModelReading, Situation, bootstrap
+from orchestrator.cli.bootstrap import MachineSituation, ModelReading, bootstrap
 from placements.facts.engines import Engine
 from tests.doubles.machine import build_machine, make_interpreter
 
@@ -32,19 +32,21 @@ MIXED = (
     reading("tuned", "cpu", "qwen2"),
 )
 SITUATIONS = {
-    "without-devices": Situation("0.1.0", None),
-    "inf2-with-a-spec": Situation(
+    "without-devices": MachineSituation("0.1.0", None),
+    "inf2-with-a-spec": MachineSituation(
         "0.1.0", "inf2.48xlarge", ON_2_28, spec="fleet.yaml", models=(reading("search", "auto", "bert", "embedding"),)
     ),
-    "two-engines": Situation("0.1.0", "inf2.48xlarge", ON_2_28, spec="fleet.yaml", models=MIXED),
-    "two-engines-on-2.28": Situation("0.1.0", "inf2.48xlarge", ON_2_28, "2.28", "fleet.yaml", models=MIXED),
-    "ubuntu-22": Situation("0.1.0", "trn1.32xlarge", ON_UBUNTU_22),
-    "sdk-2.21": Situation("0.1.0", "inf2.xlarge", sdk="2.21"),
-    "transformers-neuronx": Situation("0.1.0", "inf2.xlarge", models=(reading("old", "transformers-neuronx", "opt"),)),
-    "vllm": Situation("0.1.0", "inf2.xlarge", models=(reading("chat", "vllm", None),)),
-    "sdk-2.25.0": Situation("0.1.0", None, sdk="2.25.0", instance="trn1.32xlarge"),
-    "trn2": Situation("0.1.0", "trn2.48xlarge"),
-    "trn2-with-vllm": Situation("0.1.0", "trn2.48xlarge", models=(reading("chat", "vllm", "llama"),)),
+    "two-engines": MachineSituation("0.1.0", "inf2.48xlarge", ON_2_28, spec="fleet.yaml", models=MIXED),
+    "two-engines-on-2.28": MachineSituation("0.1.0", "inf2.48xlarge", ON_2_28, "2.28", "fleet.yaml", models=MIXED),
+    "ubuntu-22": MachineSituation("0.1.0", "trn1.32xlarge", ON_UBUNTU_22),
+    "sdk-2.21": MachineSituation("0.1.0", "inf2.xlarge", sdk="2.21"),
+    "transformers-neuronx": MachineSituation(
+        "0.1.0", "inf2.xlarge", models=(reading("old", "transformers-neuronx", "opt"),)
+    ),
+    "vllm": MachineSituation("0.1.0", "inf2.xlarge", models=(reading("chat", "vllm", None),)),
+    "sdk-2.25.0": MachineSituation("0.1.0", None, sdk="2.25.0", instance="trn1.32xlarge"),
+    "trn2": MachineSituation("0.1.0", "trn2.48xlarge"),
+    "trn2-with-vllm": MachineSituation("0.1.0", "trn2.48xlarge", models=(reading("chat", "vllm", "llama"),)),
 }
 
 
@@ -87,7 +89,7 @@ def test_json_has_the_content_of_the_text(name: str) -> None:
 )
 def test_a_release_that_leads_to_no_fleet_is_an_error(sdk: str, here: str | None, id: str) -> None:
     """Without steps, and with the releases that would."""
-    steps = bootstrap(Situation("0.1.0", here, sdk=sdk))
+    steps = bootstrap(MachineSituation("0.1.0", here, sdk=sdk))
     (problem,) = steps.problems
     assert (problem.id, problem.severity, steps.steps) == (id, "error", ())
     assert "2.28" in problem.hint

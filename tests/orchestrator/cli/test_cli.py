@@ -27,7 +27,7 @@ import pytest
 import yaml
 from typer.main import get_group
 
-from orchestrator.api.refused import Refused
+from orchestrator.api.refused import OperationRefused
 from orchestrator.cli import client as cli_client
 from orchestrator.cli.app import app
 from orchestrator.cli.main import COMMANDS, application, run
@@ -622,7 +622,7 @@ def test_plan_shows_the_controllers_plan(fleet: LiveAdmin, new: str, capsys: pyt
     assert fleet.fleet.calls == [("propose", Path(new).read_text(), new, str(Path.cwd()))]
 
 
-OTHER_HOSTS = Refused(
+OTHER_HOSTS = OperationRefused(
     "hosts-changed", "good.yaml is for other hosts than this fleet runs on", "corewright down, then up"
 )
 
@@ -716,7 +716,7 @@ def test_a_rejection_is_shown_with_its_id_and_hint(
     fleet: LiveAdmin, new: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Like every other problem."""
-    fleet.fleet.refusal = Refused("index-changed", "the fleet's index is 43, not 41", "review the new plan")
+    fleet.fleet.refusal = OperationRefused("index-changed", "the fleet's index is 43, not 41", "review the new plan")
     assert run(["apply", new, "--check-index", "41"]) == 1
     expected = "error: index-changed: the fleet's index is 43, not 41\n    hint: review the new plan\n"
     assert capsys.readouterr().err == expected

@@ -26,7 +26,7 @@ from workers.messages.engine_protocol import EngineLoadError
 from workers.messages.replica_config import ReplicaConfig
 from workers.messages.status import Failure
 from workers.serving import backend, generate_once
-from workers.serving.generate_once import End, Job, Piece, Reply, Trouble
+from workers.serving.generate_once import End, GenerateJob, Reply, TextPiece, Trouble
 from workers.text.tokenizer import TemplateInput, load_tokenizer
 
 SPEC = """\
@@ -163,7 +163,7 @@ def test_a_failed_compilation_fails_the_command(
 def test_the_options_of_the_command_reach_the_request(spec: str) -> None:
     """Sampling options reach the request, and the chat template the prompt."""
     tokenizer = load_tokenizer("echo", None)
-    job = Job(config=config(), prompt="Hi", max_tokens=7, temperature=0.5, top_k=9, top_p=0.8)
+    job = GenerateJob(config=config(), prompt="Hi", max_tokens=7, temperature=0.5, top_k=9, top_p=0.8)
 
     request = generate_once._request(job, tokenizer, 64)
 
@@ -177,7 +177,7 @@ def test_a_prompt_is_a_chat_if_the_model_has_a_template(template: str | None, ra
     save_tokenizer(tmp_path, template)
     tokenizer = load_tokenizer("cpu", str(tmp_path))
 
-    ids = generate_once._request(Job(config=config(), prompt="Hi", raw=raw), tokenizer, 64).prompt_ids
+    ids = generate_once._request(GenerateJob(config=config(), prompt="Hi", raw=raw), tokenizer, 64).prompt_ids
 
     chat = template is not None and not raw
     assert ids == (
@@ -189,7 +189,7 @@ def test_a_prompt_is_a_chat_if_the_model_has_a_template(template: str | None, ra
 
 def test_a_template_that_rejects_a_prompt_is_reported_with_the_workaround(tmp_path: Path) -> None:
     save_tokenizer(tmp_path, "{{ raise_exception('a system message is needed') }}")
-    job = Job(config=config(), prompt="Hi")
+    job = GenerateJob(config=config(), prompt="Hi")
 
     with pytest.raises(generate_once._Refused, match="a system message is needed; --raw"):
         generate_once._request(job, load_tokenizer("cpu", str(tmp_path)), 64)
@@ -198,7 +198,7 @@ def test_a_template_that_rejects_a_prompt_is_reported_with_the_workaround(tmp_pa
 def test_an_answer_ends_with_its_slot() -> None:
     """Without --max-tokens: 128 tokens, or the remaining length."""
     tokenizer = load_tokenizer("echo", None)
-    job = Job(config=config(), prompt="Hi", raw=True)
+    job = GenerateJob(config=config(), prompt="Hi", raw=True)
 
     assert [generate_once._request(job, tokenizer, length).max_tokens for length in (2048, 64)] == [128, 62]
 
@@ -347,7 +347,7 @@ def replies_of(engine: Any, monkeypatch: pytest.MonkeyPatch, **job: Any) -> list
     """All that the process tells when it opens that engine."""
     replies: list[Reply] = []
     monkeypatch.setattr(backend, "open_engine", lambda config: engine)
-    generate_once.run(Job(config=config(), prompt="Hi", raw=True, **job), replies.append)
+    generate_once.run(GenerateJob(config=config(), prompt="Hi", raw=True, **job), replies.append)
     return replies
 
 
@@ -355,7 +355,7 @@ def test_the_answer_is_streamed_step_by_step(monkeypatch: pytest.MonkeyPatch) ->
     """A piece for each token that completes text, then the end with the number of tokens."""
     *pieces, end = replies_of(EchoEngine(slots=1, max_len=64), monkeypatch, max_tokens=4)
 
-    assert all(isinstance(piece, Piece) for piece in pieces)
+    assert all(isinstance(piece, TextPiece) for piece in pieces)
     assert end == End(4, "length")
 
 

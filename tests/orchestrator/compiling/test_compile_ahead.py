@@ -27,7 +27,7 @@ from tests.workers.tnx_runs import config
 from workers.artifacts.sources.listing import Stopped
 from workers.artifacts.store.store_settings import StoreSettings
 from workers.compiling import prefetch
-from workers.compiling.build import Built, Predicted, Reply, Trouble, Wanted, Working
+from workers.compiling.build import BuildTrouble, Built, Predicted, Reply, Wanted, Working
 from workers.compiling.memory_gate import startable
 from workers.host import host_facts as this_host
 from workers.messages.replica_config import ReplicaConfig
@@ -141,7 +141,7 @@ class Played:
         with self._lock:
             self.at_once -= 1
         if replica_config.model in self.failures:
-            yield Trouble(self.failures[replica_config.model])
+            yield BuildTrouble(self.failures[replica_config.model])
             return
         done = [] if replica_config.model in self.complete else [key]
         whole = msgspec.structs.replace(wanted, complete=True)
@@ -494,7 +494,7 @@ def test_ctrl_c_ends_the_compilers(
         load(spec({"x": "source: ./a"})), home, StoreSettings(root=str(tmp_path)), lambda _: None
     )
 
-    def leave(step: compile_ahead.Step) -> None:
+    def leave(step: compile_ahead.BuildStep) -> None:
         if step.phase == "queued":
             raise KeyboardInterrupt
 

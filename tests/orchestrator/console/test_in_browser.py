@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Route, expect
 
-from orchestrator.api.refused import Refused
+from orchestrator.api.refused import OperationRefused
 from tests.fleet import until
 from tests.orchestrator.console.conftest import Visit
 from tests.orchestrator.fakefleet import PLAN, SPEC, LiveAdmin, bad_spec, event
@@ -213,7 +213,7 @@ def test_an_apply_after_another_change_shows_the_new_plan(admin: LiveAdmin, visi
     expect(apply).to_be_enabled()
 
     async def refused(*_: object, **__: object) -> dict[str, object]:
-        raise Refused("index-changed", "the fleet's index is 42, not 41", "run corewright plan SPEC again")
+        raise OperationRefused("index-changed", "the fleet's index is 42, not 41", "run corewright plan SPEC again")
 
     admin.fleet.apply = refused  # type: ignore[method-assign]
     apply.click()

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.api.refused import Refused
+from orchestrator.api.refused import OperationRefused
 from orchestrator.fleet.effects import HostReport
 from orchestrator.fleet.leaving_host import STOP_S
 from orchestrator.records.journal_records import Departure
@@ -122,7 +122,7 @@ def test_a_notice_without_a_deadline_moves_replicas_one_by_one(tmp_path: Path) -
         home = hosts_of(played, "a")[0]
         give_notice(played, home, None, "rebalance recommendation")
         await played.until(lambda: home not in hosts_of(played, "a") and played.is_settled(), "moved", 60.0)
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(OperationRefused) as refused:
             await played.operator.cordon(home, None, False, "tester")
         assert refused.value.problem.id == "host-leaving"
         played.cluster.notices.clear()
@@ -155,10 +155,10 @@ def test_an_operators_deadline_empties_a_host_that_has_no_other(tmp_path: Path) 
 
     async def story(played: Played) -> None:
         (home,) = hosts_of(played, "low")
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(OperationRefused) as refused:
             await played.operator.drain(home, "tester")
         assert refused.value.problem.id == "drain-no-room"
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(OperationRefused) as refused:
             await played.operator.drain("low/0", "tester", 60.0)
         assert refused.value.problem.id == "deadline-of-replica"
         await played.operator.drain(home, "tester", 60.0)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.api.refused import Refused
+from orchestrator.api.refused import OperationRefused
 from orchestrator.fleet.fleet_status import HostInFleet
 from tests.orchestrator.fakes import FakeCluster, Played
 from tests.orchestrator.fakes import play as play_on
@@ -87,7 +87,7 @@ def test_a_host_without_another_place_is_refused(tmp_path: Path) -> None:
     async def story(played: Played) -> None:
         before = played.journal.state()
         for deadline_s in (None, 60.0):
-            with pytest.raises(Refused) as refused:
+            with pytest.raises(OperationRefused) as refused:
                 await played.operator.drain(HOSTS[0], "tester", deadline_s, keep_served=True)
             assert refused.value.problem.id == "drain-no-room"
             assert "a/" in refused.value.problem.what
@@ -115,7 +115,7 @@ def test_a_drain_that_would_cost_another_model_its_last_replica_is_refused(
 
     async def story(played: Played) -> None:
         (lying,) = [replica["host"] for replica in played.ready("high")]
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(OperationRefused) as refused:
             await played.operator.drain(lying, "tester", deadline_s, keep_served=True)
         assert (refused.value.problem.id, "low/0" in refused.value.problem.what) == ("drain-no-room", True)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.api.refused import Refused
+from orchestrator.api.refused import OperationRefused
 from orchestrator.fleet.replica_states import State
 from orchestrator.records.journal import Journal, JournalUnwritable
 from tests.orchestrator.fakes import FakeCluster, Played, virtually
@@ -183,7 +183,7 @@ def test_changes_are_rejected_while_the_revision_is_unknown(tmp_path: Path, verb
     """`plan` works, and shows what an apply would do."""
 
     async def story(played: Played) -> None:
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(OperationRefused) as refused:
             await verb(played.operator)
         assert refused.value.problem.id == "journal-damaged"
         proposal = await played.operator.propose(TWO, "spec.yaml", str(tmp_path))

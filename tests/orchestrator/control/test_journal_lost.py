@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.api.refused import Refused
+from orchestrator.api.refused import OperationRefused
 from orchestrator.records.journal import Journal
 from orchestrator.state.record_writer import RecordWriter
 from tests.orchestrator.control.test_journal_damage import LONG_S, ONE, TWO, idle, passes
@@ -41,7 +41,7 @@ def test_a_fleet_without_its_journal_serves_and_holds_its_actions(tmp_path: Path
             lose(tmp_path / "journal")
             await played.until(lambda: "journal-lost: " in played.controller.status().hold, "the hold", 60.0)
             cluster.started.clear()
-            with pytest.raises(Refused) as refused:
+            with pytest.raises(OperationRefused) as refused:
                 await played.apply(TWO)
             assert (refused.value.problem.id, refused.value.status) == ("journal-lost", 507)
             assert played.controller.status().revision == 1

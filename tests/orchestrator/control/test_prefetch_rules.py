@@ -32,7 +32,7 @@ from tests.workers.neffs import graph
 from tests.workers.tnx_runs import config
 from workers.artifacts.store.store import Store
 from workers.compiling import prefetch, start_forecast, warming
-from workers.compiling.build import Built, Predicted, Reply, Trouble, Wanted
+from workers.compiling.build import BuildTrouble, Built, Predicted, Reply, Wanted
 from workers.compiling.memory_gate import startable
 from workers.compiling.start_forecast import Verdict
 from workers.compiling.warming import Warmed
@@ -317,7 +317,11 @@ LLAMA = {
         ({"folder": "/c/k"}, None, "needs-device"),  # neither here nor in a neff_cache
         ({"folder": "/c/k", "complete": True}, Built(wanted=[], seconds=0.0), "there"),
         ({"folder": "", "unread": ["w"]}, Built(wanted=[], seconds=0.0), "there"),
-        ({"folder": "", "unread": ["w"]}, Trouble(Failure("compile-needs-device", "on its cores")), "needs-device"),
+        (
+            {"folder": "", "unread": ["w"]},
+            BuildTrouble(Failure("compile-needs-device", "on its cores")),
+            "needs-device",
+        ),
     ],
 )
 def test_graphs_that_only_a_start_compiles_are_not_a_failure(
@@ -325,7 +329,7 @@ def test_graphs_that_only_a_start_compiles_are_not_a_failure(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     wanted: dict[str, Any],
-    built: Built | Trouble | None,
+    built: Built | BuildTrouble | None,
     result: str,
 ) -> None:
     """`compile` finds those that are here, also if only digests of the weights show it, and exits with 0."""

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.access.keys import Allowance, ApiKey, KeyFile, KeyRing
-from orchestrator.access.rate_limits import Counts, Exceeded, reserve
+from orchestrator.access.rate_limits import Exceeded, KeyCounts, reserve
 from orchestrator.fleet.key_usage import KeyUsageExchange
 from orchestrator.gateway.admission.key_limits import FREE, KeyLimits
 from orchestrator.gateway.openai.errors import ApiError
@@ -142,12 +142,12 @@ def test_after_an_exchange_every_gateway_counts_as_one_that_had_all_requests(
 ) -> None:
     """What a key uses in the second between two reports can exceed its limits, and is owed. ``taken`` has the gateway,
     the reserved tokens, and those used by requests that have ended."""
-    ci, gateways, alone = key(**LIMITS), [KeyLimits() for _ in range(3)], Counts()
+    ci, gateways, alone = key(**LIMITS), [KeyLimits() for _ in range(3)], KeyCounts()
     live = 0
     for number, tokens, used in taken:
         with contextlib.suppress(ApiError):
             grant = gateways[number].take(ci, tokens, NOW)
-            alone = Counts(NOW, alone.requests + 1, alone.tokens + (tokens if used is None else used))
+            alone = KeyCounts(NOW, alone.requests + 1, alone.tokens + (tokens if used is None else used))
             live += used is None
             if used is not None:
                 grant.settle(used, NOW)

@@ -9,13 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.records.speed_record import DAY_S, KEPT_DAYS, MOST_ENTRIES, Entry, SpeedRecord, merged
+from orchestrator.records.speed_record import DAY_S, KEPT_DAYS, MOST_ENTRIES, SpeedEntry, SpeedRecord, merged
 from placements.resources.measured_times import LEAST_REQUESTS, PACE, Times, length_class, note, speeds_of
 
 TIMES = st.dictionaries(
     st.integers(0, 5), st.dictionaries(st.integers(-240, 239), st.integers(1, 1000), max_size=4), max_size=4
 )
-ENTRIES = st.builds(Entry, st.sampled_from(["1.0", "1.1"]), st.integers(0, 2 * KEPT_DAYS), st.sampled_from("ab"), TIMES)
+ENTRIES = st.builds(
+    SpeedEntry, st.sampled_from(["1.0", "1.1"]), st.integers(0, 2 * KEPT_DAYS), st.sampled_from("ab"), TIMES
+)
 TODAY = 20_000 * DAY_S + 5.0
 
 
@@ -27,7 +29,7 @@ def paces(count: int, seconds: float) -> Times:
 
 
 @given(st.lists(ENTRIES, max_size=8), st.randoms())
-def test_entries_add_up_in_any_order_and_grouping(entries: list[Entry], random: object) -> None:
+def test_entries_add_up_in_any_order_and_grouping(entries: list[SpeedEntry], random: object) -> None:
     """Entries of days that are too old by the newest are dropped in each case."""
     other = list(entries)
     random.shuffle(other)  # type: ignore[attr-defined]
@@ -37,7 +39,7 @@ def test_entries_add_up_in_any_order_and_grouping(entries: list[Entry], random: 
 
 def test_the_record_is_bounded() -> None:
     """The newest days stay."""
-    entries = [Entry("1.0", 100 + i % 2, str(i), paces(1, 0.01)) for i in range(3 * MOST_ENTRIES)]
+    entries = [SpeedEntry("1.0", 100 + i % 2, str(i), paces(1, 0.01)) for i in range(3 * MOST_ENTRIES)]
     kept = merged(entries)
     assert len(kept) == MOST_ENTRIES
     assert {day for day, _, _ in kept} == {101}

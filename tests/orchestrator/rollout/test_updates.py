@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.api.refused import Refused
+from orchestrator.api.refused import OperationRefused
 from orchestrator.fleet.replica_states import ModelState, State
 from orchestrator.fleet.snapshot import ReplicaView
 from orchestrator.records.journal import Journal, JournalUnwritable
@@ -405,7 +405,7 @@ def test_an_outdated_index_rejects_the_apply(tmp_path: Path) -> None:
     async def story(played: Played) -> None:
         index = (await played.operator.propose(spec(a_batch=8), "spec.yaml", str(tmp_path)))["index"]
         await played.operator.cordon("inf2.48xlarge/0", "23", True, "someone else")
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(OperationRefused) as refused:
             await played.apply(spec(a_batch=8), check_index=index)
         assert refused.value.problem.id == "index-changed"
         assert played.controller.status().revision == 1
@@ -430,7 +430,7 @@ def test_a_rejected_apply_changes_nothing(tmp_path: Path, text: str, id: str) ->
 
     async def story(played: Played) -> None:
         before = played.journal.state()
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(OperationRefused) as refused:
             await played.apply(text)
         assert refused.value.problem.id == id
         assert played.journal.state() == before
@@ -503,7 +503,7 @@ def test_scale_load_and_unload_apply_until_they_are_reverted(tmp_path: Path) -> 
     async def story(played: Played) -> None:
         await played.operator.scale("b", 3, "tester")
         await played.until(lambda: len(played.ready("b")) == 3, "three")
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(OperationRefused) as refused:
             await played.operator.scale("b", 4, "tester")
         assert refused.value.problem.id == "scale-over-max"
         await played.operator.unload("b", "tester")
@@ -568,7 +568,7 @@ def test_undo_never_returns_to_a_revision_that_failed(tmp_path: Path) -> None:
 
     async def story(played: Played) -> None:
         await roll_back(played, spec(a_batch=8), "a")
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(OperationRefused) as refused:
             await played.operator.undo(None, "tester")
         assert refused.value.problem.id == "nothing-to-undo"
         await played.apply(spec(a_batch=2))
@@ -705,7 +705,7 @@ def test_models_are_scaled_while_an_update_is_paused(tmp_path: Path) -> None:
         await played.until(lambda: len(played.model("b")["replicas"]) == 2, "fewer", 60)
         await played.operator.scale("b", 4, "tester")
         await played.until(lambda: len(played.ready("b")) == 4, "more", 60)
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(OperationRefused) as refused:
             await played.operator.drain("b/0", "tester")
         assert refused.value.problem.id == "rollout-paused"
 
@@ -735,7 +735,7 @@ def test_a_host_whose_replicas_have_no_other_place_is_not_drained(tmp_path: Path
 
     async def story(played: Played) -> None:
         before = played.journal.state()
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(OperationRefused) as refused:
             await played.operator.drain("inf2.48xlarge/0", "tester")
         assert refused.value.problem.id == "drain-no-room"
         problems = [problem.what for problem in (*refused.value.problems, refused.value.problem)]
@@ -813,7 +813,7 @@ def test_with_a_full_disk_repairs_go_on_and_verbs_are_refused(tmp_path: Path) ->
             journal.append = full  # type: ignore[method-assign]
             await played.cluster.find("a/0").die("killed")
             await played.until(lambda: played.replica("a/0")["restarts"] == 1 and played.ready("a"), "again", 60)
-            with pytest.raises(Refused) as refused:
+            with pytest.raises(OperationRefused) as refused:
                 await played.apply(spec(a_batch=8))
             assert (refused.value.problem.id, refused.value.status) == ("journal-unwritable", 507)
             conditions = {c.type: c.status for c in played.controller.status().conditions}
@@ -927,7 +927,7 @@ def test_a_canary_with_another_tokenizer_is_rejected(tmp_path: Path) -> None:
     tokenizers(tmp_path, one="1", two="2", same="1")
 
     async def story(played: Played) -> None:
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(OperationRefused) as refused:
             await played.apply(TOKENIZED.format(source="two", tp=2, replicas=2, more=""), canary=0.5)
         assert refused.value.problem.id == "canary-impossible"
         await played.apply(TOKENIZED.format(source="same", tp=2, replicas=2, more=""), canary=0.5)

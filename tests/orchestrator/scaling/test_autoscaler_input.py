@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.api.refused import Refused
+from orchestrator.api.refused import OperationRefused
 from orchestrator.gateway.telemetry.exposition import page
 from orchestrator.scaling.autoscaler import FleetNow, History, Targets
 from orchestrator.scaling.demand_report import DemandReport, DemandWindow
@@ -264,7 +264,7 @@ def test_a_trace_is_read_in_pages_with_the_measured_loads(tmp_path: Path, monkey
         assert empty == {"requests": [], "next": "", "more": False}
         assert {name: speed["load_s"] for name, speed in speeds.items() if speed["load_s"]} == {"a": 2.0, "fixed": 2.0}
         assert speeds["a"]["shape"]["machine"].startswith("emulated")
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(OperationRefused) as refused:
             await fleet.operator.trace("no place", 10)
         assert (refused.value.status, refused.value.problem.id) == (400, "trace-cursor-wrong")
 

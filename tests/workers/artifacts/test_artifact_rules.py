@@ -33,11 +33,11 @@ from workers.neff_cache import compiled_artifacts, compiler_cache, pruning, shar
 from workers.neff_cache.candidates import beside, cached, compiled_here
 from workers.neff_cache.compile_session import CompileSession
 from workers.neff_cache.compile_units import Buildable
-from workers.neff_cache.compiled_artifacts import Entry, entry
-from workers.neff_cache.entries import State, read_entries, state_of
+from workers.neff_cache.compiled_artifacts import LockedEntry, entry
+from workers.neff_cache.entries import EntryState, read_entries, state_of
 from workers.neff_cache.file_states import part_of
 from workers.neff_cache.graph_uses import GraphUses
-from workers.neff_cache.predict import Candidate
+from workers.neff_cache.predict import ArtifactCandidate
 from workers.neff_cache.record import LOCK_FILE, Proof, name_of, place_of, record_of, write_record
 from workers.neff_cache.sync import localized, place_at, push
 
@@ -319,13 +319,13 @@ LOCK = "model.hlo_module.pb.lock"
 
 def test_a_neff_that_is_being_written_is_locked() -> None:
     """Only model.done shows that it is complete."""
-    assert state_of({"model.neff", LOCK}) is State.LOCKED
-    assert state_of({"model.neff", LOCK}, at_work=False) is State.STALE
+    assert state_of({"model.neff", LOCK}) is EntryState.LOCKED
+    assert state_of({"model.neff", LOCK}, at_work=False) is EntryState.STALE
 
 
-@pytest.mark.parametrize(("kind", "state"), [("ext4", State.STALE), ("nfs4", State.LOCKED)])
+@pytest.mark.parametrize(("kind", "state"), [("ext4", EntryState.STALE), ("nfs4", EntryState.LOCKED)])
 def test_no_lock_is_stale_on_a_shared_file_system(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, state: State
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, state: EntryState
 ) -> None:
     """Compilers of other hosts are not visible."""
     graph(tmp_path, **{LOCK: ""})
@@ -445,7 +445,7 @@ class Start:
     def visit(self) -> CompileSession:
         return CompileSession(MANIFEST, Path("/models/m"), self.root)
 
-    def found(self, **environment: str) -> Candidate:
+    def found(self, **environment: str) -> ArtifactCandidate:
         """The only one in the cache, told of another environment than the visits'."""
         variables = {"NEURON_COMPILE_CACHE_URL": str(self.cache), **environment}
         (copy,) = cached(MANIFEST, variables, self.root)
@@ -636,7 +636,7 @@ def makes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Records what was compiled: one set with one file."""
     created: list[str] = []
 
-    def make(held: Entry, tell: Callable[[int, int], None]) -> None:
+    def make(held: LockedEntry, tell: Callable[[int, int], None]) -> None:
         created.append(held.path.name)
         (held.path / "a.neff").write_text("NEFF")
         held.finish("m")

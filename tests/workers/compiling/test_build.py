@@ -22,7 +22,7 @@ from tests.workers.tnx_runs import BUCKETS, config
 from workers.artifacts.sources.listing import Stopped
 from workers.artifacts.store import locks
 from workers.compiling import build, prefetch
-from workers.compiling.build import Built, Order, Predicted, Reply, Trouble, Wanted, Working
+from workers.compiling.build import BuildTrouble, Built, Order, Predicted, Reply, Wanted, Working
 from workers.engines.transformers_neuronx.engine import open_transformers_neuronx
 from workers.messages.replica_config import ReplicaConfig
 from workers.neff_cache.compiled_artifacts import MANIFEST
@@ -52,7 +52,7 @@ def wanted(replica_config: ReplicaConfig, **fields: Any) -> list[Wanted]:
 
 
 def trouble(replies: list[Reply]) -> str:
-    assert isinstance(replies[-1], Trouble)
+    assert isinstance(replies[-1], BuildTrouble)
     return replies[-1].failure.id
 
 
@@ -180,7 +180,7 @@ def test_a_failed_compile_leaves_no_complete_set(checkpoint: Checkpoints, machin
     """The next one starts over."""
     replica_config = kept(checkpoint("llama"), tmp_path)
     machine.plan({"at": "compile", "exit": 70})
-    assert isinstance(replies_to("compile", replica_config)[-1], Trouble)
+    assert isinstance(replies_to("compile", replica_config)[-1], BuildTrouble)
     machine.plan()
     (result,) = wanted(replica_config)
     assert not result.complete

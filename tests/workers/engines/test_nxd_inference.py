@@ -42,7 +42,7 @@ from tests.workers.nxdi_traffic import sources as sources
 from workers.compiling.build import predict
 from workers.compiling.start_forecast import verdicts
 from workers.engines.nxd_inference import artifacts
-from workers.engines.nxd_inference.config import Settings
+from workers.engines.nxd_inference.config import NxdSettings
 from workers.engines.nxd_inference.engine import NxdEngine
 from workers.engines.open_engine import open_engine
 from workers.engines.package_contract import Drift
@@ -101,7 +101,7 @@ def test_a_killed_compile_reports_its_cause(
 def test_a_compiling_process_does_not_outlive_the_one_that_waits() -> None:
     """That one holds the lock of the folder: here it is gone already. And the module has one command."""
     command = [sys.executable, "-m", "workers.engines.nxd_inference.engine"]
-    settings = msgspec.to_builtins(Settings.of(replica_config(Path("/nowhere"), None)))
+    settings = msgspec.to_builtins(NxdSettings.of(replica_config(Path("/nowhere"), None)))
     job = json.dumps({"settings": settings, "folder": "/nowhere", "parent": 1})
     orphan = subprocess.run([*command, "compile"], input=job, text=True, capture_output=True, check=False)
     assert (orphan.returncode, orphan.stderr) == (1, "")

@@ -13,7 +13,7 @@ from tests.checkpoints import VOCAB_SIZE
 from tests.contracts import contract
 from tests.workers.nxdi_traffic import replica_config
 from workers.engines.nxd_inference.artifacts import manifest
-from workers.engines.nxd_inference.config import Settings, draft_options, lengths, neuron_options
+from workers.engines.nxd_inference.config import NxdSettings, draft_options, lengths, neuron_options
 from workers.engines.nxd_inference.options import FIELDS, MOE_OPTIONS, OPTIONS, UNSERVED, lacks
 from workers.engines.nxd_inference.package import Package
 from workers.neff_cache.record import name_of
@@ -44,7 +44,7 @@ def test_no_option_is_used_that_a_version_lacks(
 ) -> None:
     """The package would only log it. With LNC, fused QKV and an fp8 cache named as well."""
     monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "1")
-    settings = Settings.of(replica_config(Path("m"), None, **fields, fuse_qkv=True, quantize_kv="fp8"))
+    settings = NxdSettings.of(replica_config(Path("m"), None, **fields, fuse_qkv=True, quantize_kv="fp8"))
     options = neuron_options(settings, lengths(settings), nxd_release(version), "q")
     for used in (options, draft_options(options)):
         assert set(used) <= set(CONTRACT.options(f"{CONFIG}NeuronConfig", version)) | {"torch_dtype"}
@@ -54,7 +54,7 @@ def test_no_option_is_used_that_a_version_lacks(
 
 def test_a_draft_has_no_speculation_of_its_own() -> None:
     """It has all other options of its model."""
-    settings = Settings.of(replica_config(Path("m"), None, draft_source="d", draft_k=2, slots=1))
+    settings = NxdSettings.of(replica_config(Path("m"), None, draft_source="d", draft_k=2, slots=1))
     options = neuron_options(settings, lengths(settings), (0, 8), "q")
     assert draft_options(options) == options | {"speculation_length": 0, "enable_fused_speculation": False}
 
@@ -62,7 +62,7 @@ def test_a_draft_has_no_speculation_of_its_own() -> None:
 @pytest.mark.parametrize("version", VERSIONS)
 def test_logical_cores_are_the_runtimes(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiler gets the LNC by which the runtime numbers the cores."""
-    settings = Settings.of(replica_config(Path("m"), None))
+    settings = NxdSettings.of(replica_config(Path("m"), None))
     monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "2")
     options = neuron_options(settings, lengths(settings), nxd_release(version), "q")
     assert options["logical_nc_config"] == 2
@@ -72,7 +72,7 @@ def key(engine_options: Mapping[str, Any], **fields: Any) -> str:
     """Returns the folder's name of the artifacts of two slots of 256 tokens."""
     sizes = {"slots": 2, "max_len": 256, "prefill_buckets": [128, 192, 256], "decode_buckets": [256]}
     config = replica_config(Path("m"), None, **sizes, engine_options=dict(engine_options), **fields)
-    return name_of(manifest(Settings.of(config), Package("0.8.0", {}), None))
+    return name_of(manifest(NxdSettings.of(config), Package("0.8.0", {}), None))
 
 
 def test_artifacts_of_other_blocks_are_other_ones() -> None:

@@ -30,7 +30,7 @@ from workers.compiling.build import compile_all
 from workers.compiling.build import predict as needed_here
 from workers.compiling.start_forecast import verdicts, verify
 from workers.engines.nxd_inference import artifacts
-from workers.engines.nxd_inference.config import Settings
+from workers.engines.nxd_inference.config import NxdSettings
 from workers.engines.nxd_inference.precompiled import start_error
 from workers.engines.open_engine import open_engine
 from workers.messages.engine_protocol import EngineLoadError
@@ -113,7 +113,7 @@ def compiled_elsewhere(original: Path, **fields: Any) -> Path:
     if key not in COMPILED:
         COMPILED[key] = tempfile.TemporaryDirectory()
         moved = Path(shutil.copytree(original, Path(COMPILED[key].name) / "elsewhere" / "model"))
-        artifacts.compile_here(Settings.of(replica_config(moved, None, **fields)), Path(COMPILED[key].name))
+        artifacts.compile_here(NxdSettings.of(replica_config(moved, None, **fields)), Path(COMPILED[key].name))
         shutil.rmtree(moved)
     return Path(COMPILED[key].name) / artifacts.MODEL
 
@@ -296,7 +296,7 @@ def recorded(llama: Folder, monkeypatch: pytest.MonkeyPatch) -> Folder:
     from workers.engines.nxd_inference.package import import_package
     from workers.neff_cache.file_states import parts
 
-    manifest = artifacts.manifest(Settings.of(llama.config()), import_package(), None)
+    manifest = artifacts.manifest(NxdSettings.of(llama.config()), import_package(), None)
     write_record(llama.path / LOCK_FILE, record_of(manifest, files=parts(entry.parent)))
     return llama
 

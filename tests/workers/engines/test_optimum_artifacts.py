@@ -17,7 +17,7 @@ from tests.workers.nxdi_traffic import Checkpoints, arrivals, cpu, served, wrong
 from tests.workers.nxdi_traffic import sources as sources
 from tests.workers.optimum_traffic import config_of, export_here, play
 from workers.compiling import build
-from workers.compiling.build import Built, Order, Reply, Trouble
+from workers.compiling.build import BuildTrouble, Built, Order, Reply
 from workers.engines.open_engine import open_engine
 from workers.engines.optimum_neuron import artifacts
 from workers.messages.replica_config import ReplicaConfig
@@ -115,7 +115,7 @@ def test_a_damaged_export_is_not_loaded(
     s3.client().put_object(Bucket=bucket, Key=graph, Body=data[:-1] + bytes([data[-1] ^ 1]))
     reply = compiled(another(sources("llama"), tmp_path, cache, monkeypatch))
     if version == "0.0.28":
-        assert isinstance(reply, Trouble)
+        assert isinstance(reply, BuildTrouble)
         assert reply.failure.id == build.NEEDS_DEVICE
     else:
         assert isinstance(reply, Built)

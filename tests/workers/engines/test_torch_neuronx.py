@@ -16,7 +16,7 @@ import pytest
 from tests.doubles import Neuron, neuron, traces  # noqa: F401 - fixtures
 from tests.encoders import HIDDEN, save_encoder, texts
 from workers.batching.encode_batcher import EncodeBatcher
-from workers.compiling.build import Built, Order, Predicted, Reply, Trouble, run
+from workers.compiling.build import BuildTrouble, Built, Order, Predicted, Reply, run
 from workers.engines.open_engine import open_encoder
 from workers.engines.torch_neuronx import package
 from workers.engines.torch_neuronx.artifacts import TRACE, compile_missing
@@ -26,7 +26,7 @@ from workers.messages.engine_protocol import EngineLoadError
 from workers.messages.replica_config import ReplicaConfig
 from workers.messages.requests import GenerateRequest, TokenEvent
 from workers.messages.status import Reaction
-from workers.neff_cache.compiled_artifacts import Entry
+from workers.neff_cache.compiled_artifacts import LockedEntry
 from workers.serving.failures import failure_of
 
 torch = pytest.importorskip("torch")
@@ -281,7 +281,7 @@ def test_a_bucket_that_does_not_compile_is_named_with_its_batch(machine: Neuron,
     replica_config = config(tmp_path / "model", tmp_path)
     machine.plan({"at": "compile", "count": 2, "exit": 70})
     reply = replies_to("compile", replica_config)[-1]
-    assert isinstance(reply, Trouble)
+    assert isinstance(reply, BuildTrouble)
     assert reply.failure.id == "compiler-failed"
     assert "the bucket of 20 tokens, 2 rows, of" in reply.failure.what
     machine.plan()
@@ -303,7 +303,7 @@ def test_an_artifact_of_another_shape_is_refused_and_discarded(tmp_path: Path) -
     (entry,) = [Path(wanted.folder) for wanted in built(one).wanted]
     (other,) = [Path(wanted.folder) for wanted in built(two).wanted]
     shutil.copyfile(other / TRACE, entry / TRACE)
-    Entry(entry, json.loads((entry / "corewright.json").read_text())).finish()
+    LockedEntry(entry, json.loads((entry / "corewright.json").read_text())).finish()
     error = refused(one)
     assert error.id == "artifacts-stale"
     assert f"the trace in {entry} does not take the weights of {tmp_path / 'model'}" in error.what

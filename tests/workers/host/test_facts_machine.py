@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from workers.host.facts.machine import HostFacts, Owner, ProcessDetail, Readings, combine, owners
+from workers.host.facts.machine import HostFacts, Owner, ProcessDetail, SourceReadings, combine, owners
 from workers.host.facts.neuron_ls import NeuronLs, parse_neuron_ls
 from workers.host.facts.neuron_monitor import MonitorSample, parse_neuron_monitor
 from workers.host.facts.sysfs import Sysfs, parse_sysfs
@@ -31,7 +31,7 @@ def driver() -> Sysfs:
 
 
 def facts(**readings: Any) -> HostFacts:
-    return combine(Readings(**readings))
+    return combine(SourceReadings(**readings))
 
 
 def visible(**cores_of: str) -> dict[int, ProcessDetail]:

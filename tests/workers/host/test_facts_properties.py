@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from workers.host.facts.machine import ProcessDetail, Readings, combine, owners
+from workers.host.facts.machine import ProcessDetail, SourceReadings, combine, owners
 from workers.host.facts.neuron_ls import parse_neuron_ls
 from workers.host.facts.neuron_monitor import parse_neuron_monitor
 from workers.host.facts.sections import MOST_PROBLEMS
@@ -99,7 +99,7 @@ def whole_path(listing: str | bytes, line: str | bytes, files: dict[str, str], v
         assert len(parsed.problems) <= MOST_PROBLEMS + 1
     pids = [process.pid for process in neuron_ls.processes] + [runtime.pid for runtime in monitor.runtimes]
     facts = combine(
-        Readings(
+        SourceReadings(
             neuron_ls=neuron_ls,
             monitor=monitor,
             sysfs=sysfs,

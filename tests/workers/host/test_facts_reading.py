@@ -14,8 +14,8 @@ from tests.fleet import until
 from tests.workers.host.test_facts_sysfs import FILES, write
 from workers.host import host_facts
 from workers.host.facts.reading import (
-    Deadlines,
     Places,
+    SourceDeadlines,
     read_host_facts,
     read_neuron_ls,
     read_neuron_monitor,
@@ -158,7 +158,7 @@ def test_a_host_with_devices_is_read_from_all_its_sources(tmp_path: Path) -> Non
     tool(tmp_path / "bin", "neuron-ls", f"cat {SAMPLES}/neuron-ls-inf2.48xlarge.json")
     tools = tool(tmp_path / "bin", "neuron-monitor", f"cat {SAMPLES}/neuron-monitor-inf2.48xlarge.jsonl; sleep 600")
 
-    facts = read_host_facts(Places(sys_folder, dev, tools), Deadlines(20.0, 20.0, 10.0))
+    facts = read_host_facts(Places(sys_folder, dev, tools), SourceDeadlines(20.0, 20.0, 10.0))
 
     assert (facts.instance_type, len(facts.devices), facts.versions.driver) == ("inf2.48xlarge", 12, "2.26.5.0")
     assert len(facts.runtimes) == 2

@@ -11,7 +11,7 @@ import pytest
 from tests.workers.neffs import COMPILER, FLAGS, GRAPH, graph
 from workers.artifacts.sources.listing import RemoteFile
 from workers.neff_cache import compiler_cache, pruning
-from workers.neff_cache.entries import State, listed_entries, read_entries, state_of
+from workers.neff_cache.entries import EntryState, listed_entries, read_entries, state_of
 
 FINISHED = {"model.neff": "NEFF", "model.done": ""}
 LOCK = "model.hlo_module.pb.lock"
@@ -29,19 +29,19 @@ def nobody_compiles(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize(
     ("files", "state"),
     [
-        (FINISHED, State.SUCCESS),
-        ({**FINISHED, "model.log": "warnings"}, State.SUCCESS),
-        ({**FINISHED, LOCK: ""}, State.SUCCESS),
-        ({"model.log": "neuronx-cc failed with 70"}, State.FAILED),
-        ({"model.log": "neuronx-cc failed with 70", LOCK: ""}, State.STALE),
-        ({LOCK: "", "model.hlo_module.pb": "graph"}, State.STALE),
-        ({"model.hlo_module.pb": "graph"}, State.EMPTY),
-        ({"model.neff": "half of"}, State.EMPTY),
-        ({"model.neff": "", "model.done": ""}, State.EMPTY),
-        ({}, State.EMPTY),
+        (FINISHED, EntryState.SUCCESS),
+        ({**FINISHED, "model.log": "warnings"}, EntryState.SUCCESS),
+        ({**FINISHED, LOCK: ""}, EntryState.SUCCESS),
+        ({"model.log": "neuronx-cc failed with 70"}, EntryState.FAILED),
+        ({"model.log": "neuronx-cc failed with 70", LOCK: ""}, EntryState.STALE),
+        ({LOCK: "", "model.hlo_module.pb": "graph"}, EntryState.STALE),
+        ({"model.hlo_module.pb": "graph"}, EntryState.EMPTY),
+        ({"model.neff": "half of"}, EntryState.EMPTY),
+        ({"model.neff": "", "model.done": ""}, EntryState.EMPTY),
+        ({}, EntryState.EMPTY),
     ],
 )
-def test_entries_have_the_state_that_a_start_finds(tmp_path: Path, files: dict[str, str], state: State) -> None:
+def test_entries_have_the_state_that_a_start_finds(tmp_path: Path, files: dict[str, str], state: EntryState) -> None:
     """By AWS's rules; an empty NEFF, left by a power failure, does not count."""
     graph(tmp_path, **files)
     (entry,) = read_entries(tmp_path)
@@ -69,11 +69,11 @@ def test_a_lock_of_a_running_compiler_is_not_stale(tmp_path: Path, nobody_compil
     graph(tmp_path, key="7be3aa4c6f1c5a0f2f3d", **{LOCK: ""})
     nobody_compiles[:] = [f"neuronx-cc compile /tmp/{folder.name}/model.pb"]
     assert {entry.key: entry.state for entry in read_entries(tmp_path)} == {
-        GRAPH: State.LOCKED,
-        "7be3aa4c6f1c5a0f2f3d": State.STALE,
+        GRAPH: EntryState.LOCKED,
+        "7be3aa4c6f1c5a0f2f3d": EntryState.STALE,
     }
     nobody_compiles[:] = ["neuronx-cc compile graph.hlo"]
-    assert {entry.state for entry in read_entries(tmp_path)} == {State.LOCKED}
+    assert {entry.state for entry in read_entries(tmp_path)} == {EntryState.LOCKED}
 
 
 def test_a_new_lock_is_not_stale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,8 +81,8 @@ def test_a_new_lock_is_not_stale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(compiler_cache, "SETTLE_S", 2.0)
     folder = graph(tmp_path, **{LOCK: ""})
     at = (folder / LOCK).stat().st_mtime
-    assert [entry.state for entry in read_entries(tmp_path, now=at + 1.9)] == [State.LOCKED]
-    assert [entry.state for entry in read_entries(tmp_path, now=at + 2.1)] == [State.STALE]
+    assert [entry.state for entry in read_entries(tmp_path, now=at + 1.9)] == [EntryState.LOCKED]
+    assert [entry.state for entry in read_entries(tmp_path, now=at + 2.1)] == [EntryState.STALE]
 
 
 def test_remote_entries_are_read_from_names_and_sizes(tmp_path: Path) -> None:
@@ -99,8 +99,8 @@ def test_remote_entries_are_read_from_names_and_sizes(tmp_path: Path) -> None:
     }
     result = listed_entries(RemoteFile(name=name, size=size, tag="") for name, size in files.items())
     assert [(item.name, item.state, item.bytes) for item in result] == [
-        (entry, State.SUCCESS, 7),
-        (other, State.LOCKED, 0),
+        (entry, EntryState.SUCCESS, 7),
+        (other, EntryState.LOCKED, 0),
     ]
 
 
@@ -112,8 +112,8 @@ def test_a_missing_cache_has_no_entries(tmp_path: Path) -> None:
 
 def test_states_are_a_function_of_names() -> None:
     """With and without running compilers."""
-    assert state_of({LOCK}) is State.LOCKED
-    assert state_of({LOCK}, at_work=False) is State.STALE
+    assert state_of({LOCK}) is EntryState.LOCKED
+    assert state_of({LOCK}, at_work=False) is EntryState.STALE
 
 
 # Upkeep

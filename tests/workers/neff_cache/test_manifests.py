@@ -14,7 +14,7 @@ import pytest
 from tests.doubles import Neuron, neuron  # noqa: F401 - the fixture
 from tests.workers.nxdi_traffic import replica_config
 from workers.engines.nxd_inference import artifacts as nxd_artifacts
-from workers.engines.nxd_inference.config import Settings
+from workers.engines.nxd_inference.config import NxdSettings
 from workers.engines.nxd_inference.package import Package
 from workers.engines.transformers_neuronx import artifacts as tnx_artifacts
 from workers.host import host_facts
@@ -58,7 +58,7 @@ def tnx(source: Path) -> Make:
 @pytest.fixture
 def nxd(source: Path, tmp_path: Path) -> Callable[..., Mapping[str, Any]]:
     def make(**fields: Any) -> Mapping[str, Any]:
-        settings = Settings.of(replica_config(source, tmp_path / "compiled", **fields))
+        settings = NxdSettings.of(replica_config(source, tmp_path / "compiled", **fields))
         return nxd_artifacts.manifest(settings, Package("0.8.0", {}), tmp_path / "compiled")
 
     return make

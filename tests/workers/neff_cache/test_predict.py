@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.neff_cache.predict import Candidate, Difference, differences, flat, predict
+from workers.neff_cache.predict import ArtifactCandidate, Difference, differences, flat, predict
 from workers.neff_cache.record import decoded, encoded, name_of, record_of
 
 WANTED: dict[str, Any] = {
@@ -31,8 +31,8 @@ WANTED: dict[str, Any] = {
     },
     "speculation": [],
 }
-HERE = Candidate("compiled", "/home/compiled/a", WANTED)
-CACHED = Candidate("neff-cache", "/cache", WANTED)
+HERE = ArtifactCandidate("compiled", "/home/compiled/a", WANTED)
+CACHED = ArtifactCandidate("neff-cache", "/cache", WANTED)
 
 
 def changed(path: str, value: Any) -> dict[str, Any]:
@@ -46,8 +46,8 @@ def changed(path: str, value: Any) -> dict[str, Any]:
     return made
 
 
-def beside(manifest: dict[str, Any] | None, *missing: str) -> Candidate:
-    return Candidate("source", "/model/compiled", manifest, missing=missing)
+def beside(manifest: dict[str, Any] | None, *missing: str) -> ArtifactCandidate:
+    return ArtifactCandidate("source", "/model/compiled", manifest, missing=missing)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def beside(manifest: dict[str, Any] | None, *missing: str) -> Candidate:
 )
 def test_a_predicted_compile_names_the_field_that_differs(path: str, value: Any, field: str) -> None:
     """With both values."""
-    there = [Candidate("compiled", "/a", changed(path, value), source="/model")]
+    there = [ArtifactCandidate("compiled", "/a", changed(path, value), source="/model")]
     prediction = predict(WANTED, there, "/model")
     assert prediction.outcome == "compile"
     assert [(item.field, item.found) for item in prediction.why] == [(field, value)]
@@ -77,11 +77,13 @@ def test_a_predicted_compile_names_the_field_that_differs(path: str, value: Any,
 
 def test_an_unavailable_cache_is_named_beside_the_reason() -> None:
     """Once, and only if something is compiled."""
-    silent = Candidate("neff-cache", "s3://neffs", None, silent="the cache at s3://neffs does not answer")
-    elsewhere = Candidate("elsewhere", "s3://neffs", None, silent="the cache at s3://neffs does not answer")
+    silent = ArtifactCandidate("neff-cache", "s3://neffs", None, silent="the cache at s3://neffs does not answer")
+    elsewhere = ArtifactCandidate("elsewhere", "s3://neffs", None, silent="the cache at s3://neffs does not answer")
     prediction = predict(WANTED, [silent, elsewhere])
     assert prediction.reason == "this model has not been compiled; the cache at s3://neffs does not answer"
-    prediction = predict(WANTED, [silent, Candidate("compiled", "/a", changed("lnc", 2), source="/model")], "/model")
+    prediction = predict(
+        WANTED, [silent, ArtifactCandidate("compiled", "/a", changed("lnc", 2), source="/model")], "/model"
+    )
     assert prediction.reason == "it was compiled differently; the cache at s3://neffs does not answer"
     assert len(prediction.why) == 1
     for there in (HERE, CACHED):
@@ -91,9 +93,9 @@ def test_an_unavailable_cache_is_named_beside_the_reason() -> None:
 def test_the_nearest_candidate_gives_the_reason() -> None:
     """Candidates of other models do not count."""
     near, far = changed("lnc", 2), changed("lnc", 2) | {"target": "trn2"}
-    there = [Candidate("compiled", "/far", far), Candidate("compiled", "/near", near)]
+    there = [ArtifactCandidate("compiled", "/far", far), ArtifactCandidate("compiled", "/near", near)]
     assert predict(WANTED, there, "/model").place == "/near"
-    other = Candidate("compiled", "/other", changed("model", "another"), source="/another model")
+    other = ArtifactCandidate("compiled", "/other", changed("model", "another"), source="/another model")
     assert predict(WANTED, [other], "/model").reason == "this model has not been compiled"
 
 
@@ -107,13 +109,15 @@ def test_the_nearest_candidate_gives_the_reason() -> None:
         ([beside(WANTED), CACHED], "hit", "source"),
         ([beside(WANTED, "a.neff"), CACHED], "fail", "source"),
         ([beside(changed("lnc", 2))], "fail", "source"),
-        ([Candidate("compiled", "/a", WANTED, missing=("a.neff",)), CACHED], "hit", "neff-cache"),
-        ([Candidate("elsewhere", "s3://a", WANTED), beside(None)], "hit", "elsewhere"),
-        ([Candidate("neff-cache", "/cache", WANTED, missing=("MODULE_a",))], "compile", "neff-cache"),
-        ([Candidate("neff-cache", "/cache", WANTED, missing=("a",), failed=("a",))], "fail", "neff-cache"),
+        ([ArtifactCandidate("compiled", "/a", WANTED, missing=("a.neff",)), CACHED], "hit", "neff-cache"),
+        ([ArtifactCandidate("elsewhere", "s3://a", WANTED), beside(None)], "hit", "elsewhere"),
+        ([ArtifactCandidate("neff-cache", "/cache", WANTED, missing=("MODULE_a",))], "compile", "neff-cache"),
+        ([ArtifactCandidate("neff-cache", "/cache", WANTED, missing=("a",), failed=("a",))], "fail", "neff-cache"),
     ],
 )
-def test_candidates_are_checked_in_the_order_of_a_start(there: list[Candidate], outcome: str, where: str) -> None:
+def test_candidates_are_checked_in_the_order_of_a_start(
+    there: list[ArtifactCandidate], outcome: str, where: str
+) -> None:
     """Local artifacts, those of other hosts, those beside the model, the cache."""
     prediction = predict(WANTED, there, "/model")
     assert (prediction.outcome, prediction.where) == (outcome, where)
@@ -143,8 +147,8 @@ def test_graphs_of_more_buckets_include_those_of_fewer(kept: dict[str, Any], hit
     """In a cache of graphs; a folder of artifacts is for one manifest."""
     constructor = {**WANTED["options"]["constructor"], **kept}
     made = changed("options.constructor", constructor)
-    assert predict(WANTED, [Candidate("neff-cache", "/cache", made)]).hit == hit
-    assert not predict(WANTED, [Candidate("compiled", "/a", made)]).hit
+    assert predict(WANTED, [ArtifactCandidate("neff-cache", "/cache", made)]).hit == hit
+    assert not predict(WANTED, [ArtifactCandidate("compiled", "/a", made)]).hit
 
 
 PLAIN = st.recursive(
@@ -165,7 +169,7 @@ def test_manifests_differ_exactly_in_their_fields(first: dict[str, Any], other: 
     assert bool(result) == any(ours.get(path) != theirs.get(path) for path in ours | theirs)
     assert differences(other, first) == tuple(Difference(why.field, why.found, why.wanted) for why in result)
     assert differences(first, first) == ()
-    if predict(first, [Candidate("compiled", "/a", other)]).hit:
+    if predict(first, [ArtifactCandidate("compiled", "/a", other)]).hit:
         assert first == other
 
 

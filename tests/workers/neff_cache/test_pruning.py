@@ -12,7 +12,7 @@ import pytest
 
 from tests.workers.neffs import finished, graph
 from workers.neff_cache import compiler_cache, file_states, pruning
-from workers.neff_cache.compiled_artifacts import Entry, entry, peek
+from workers.neff_cache.compiled_artifacts import LockedEntry, entry, peek
 from workers.neff_cache.entries import read_entries
 from workers.neff_cache.file_states import part_of
 from workers.neff_cache.graph_uses import GraphUses
@@ -64,7 +64,7 @@ def test_a_set_whose_compile_ends_during_a_prune_stays(tmp_path: Path, monkeypat
 def test_a_damaged_set_compiled_again_during_a_prune_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is examined again under its lock."""
 
-    def made() -> Entry:
+    def made() -> LockedEntry:
         with entry(tmp_path, MANIFEST) as held:
             if not held.complete:
                 (held.path / "a.neff").write_bytes(b"NEFF")

@@ -16,7 +16,7 @@ from tests.s3 import S3Server
 from workers.artifacts.sources.listing import SourceError, Stopped
 from workers.neff_cache import file_states, shared_artifacts
 from workers.neff_cache.candidates import compiled_elsewhere
-from workers.neff_cache.compiled_artifacts import MANIFEST, Entry, entry
+from workers.neff_cache.compiled_artifacts import MANIFEST, LockedEntry, entry
 from workers.neff_cache.predict import predict
 from workers.neff_cache.record import LOCK_FILE
 from workers.neff_cache.sync import FolderPlace, place_at
@@ -42,12 +42,12 @@ def location(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest
 
 
 @contextlib.contextmanager
-def held(root: Path) -> Iterator[Entry]:
+def held(root: Path) -> Iterator[LockedEntry]:
     with entry(root, WANTED) as opened:
         yield opened
 
 
-def make(root: Path, program: bytes = b"program") -> Entry:
+def make(root: Path, program: bytes = b"program") -> LockedEntry:
     """Creates a complete entry with a file in a subfolder."""
     with held(root) as opened:
         (opened.path / "code").mkdir()

@@ -26,7 +26,7 @@ from workers.artifacts.sources.listing import SourceError, Stopped
 from workers.artifacts.sources.s3 import Bucket
 from workers.artifacts.store import locks
 from workers.neff_cache import compiler_cache, sync
-from workers.neff_cache.entries import OWN, State, read_entries
+from workers.neff_cache.entries import OWN, EntryState, read_entries
 from workers.neff_cache.file_states import part_of
 from workers.neff_cache.record import Proof, place_of, read_record, record_of, write_record
 from workers.neff_cache.sync import CachePlace, FolderPlace, Localized, localized, place_at, pull, push
@@ -202,7 +202,7 @@ def test_a_pull_replaces_unfinished_entries_but_not_locked_ones(afar: CachePlace
     graph(other, keys[1], **{"model.log": "neuronx-cc failed with 70"})
     graph(other, keys[2], **{"model.hlo_module.pb.lock": ""})
     pull(afar, other)
-    finished_here = [entry.key for entry in read_entries(other) if entry.state is State.SUCCESS]
+    finished_here = [entry.key for entry in read_entries(other) if entry.state is EntryState.SUCCESS]
     assert finished_here == [keys[0], keys[1], keys[3]]
 
 

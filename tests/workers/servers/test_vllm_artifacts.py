@@ -18,7 +18,7 @@ import pytest
 from tests.fleet import until
 from tests.s3 import S3Server
 from workers.compiling import build, prefetch, start_forecast
-from workers.compiling.build import NEEDS_DEVICE, Built, Order, Predicted, Reply, Trouble, Wanted
+from workers.compiling.build import NEEDS_DEVICE, BuildTrouble, Built, Order, Predicted, Reply, Wanted
 from workers.host import file_lock
 from workers.messages.engine_protocol import EngineLoadError
 from workers.messages.replica_config import ReplicaConfig
@@ -377,7 +377,7 @@ def test_the_plugin_on_nxd_inference_and_drafts_are_compiled_only_on_cores(
             host.config, draft_source=host.config.source, draft_k=2, draft_method="eagle3"
         )
     reply = host.replies("compile")[-1]
-    assert isinstance(reply, Trouble)
+    assert isinstance(reply, BuildTrouble)
     assert reply.failure.id == NEEDS_DEVICE
     assert not host.wanted().ahead
     assert not Path(host.wanted().folder).exists()
@@ -401,7 +401,7 @@ def test_the_later_plugin_is_compiled_ahead(tmp_path: Path, exits: str) -> None:
 def test_a_failed_compilation_ahead_leaves_nothing_complete(tmp_path: Path) -> None:
     """An exit code other than 0 is a failure, also after all graphs were written."""
     host = Host(tmp_path, NEURON)
-    assert isinstance(host.replies("compile", env=host.config.env | {"EXITS": "3"})[-1], Trouble)
+    assert isinstance(host.replies("compile", env=host.config.env | {"EXITS": "3"})[-1], BuildTrouble)
     assert not host.wanted().complete
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from workers.artifacts.fetch.ordered_hash import OrderedHash
 from workers.artifacts.sources.checksums import CRC_BYTES, OF_RANGES, Checksum, combined, crc_of, hash_of
 from workers.artifacts.sources.listing import RemoteFile, SourceError
-from workers.artifacts.store.content_digest import PIECE_BYTES, Content, of_pieces, piece
+from workers.artifacts.store.content_digest import PIECE_BYTES, ContentHash, of_pieces, piece
 from workers.artifacts.store.range_ledger import RangeLedger, Span
 
 READ_BYTES = 2**20  # read size for data that is read back from disk
@@ -91,7 +91,7 @@ class Assembly:
         self._follower_of = {span: part.follower for part in self._parts for span in part.spans}
         self._digests: dict[Span, bytes] = {}  # piece digests, if ranges are pieces of the content
         by_pieces = span_bytes == PIECE_BYTES and all(span.start % PIECE_BYTES == 0 for span in self.spans)
-        self._content = None if by_pieces else OrderedHash(self.spans, Content, self._read)
+        self._content = None if by_pieces else OrderedHash(self.spans, ContentHash, self._read)
         self._ledger = RangeLedger(work.with_name(f"{work.name}.ranges"), file, self.algorithm)
 
     def recorded_ranges(self) -> dict[Span, int]:

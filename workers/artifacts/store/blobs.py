@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from workers.artifacts.sources.listing import Stopped
-from workers.artifacts.store.content_digest import Content
+from workers.artifacts.store.content_digest import ContentHash
 
 BLOCK = 1 << 20  # read size; small enough to stay in the CPU's cache while it is hashed
 
@@ -43,7 +43,7 @@ def digest_of(path: Path, stopped: Callable[[], bool] = _never) -> str:
     Takes 0.3 CPU seconds per GB from the page cache. Reads instead of mapping the file: a concurrent truncation must
     not kill the process.
     """
-    content = Content()
+    content = ContentHash()
     with path.open("rb", buffering=0) as file:
         buffer = memoryview(bytearray(max(1, min(BLOCK, os.fstat(file.fileno()).st_size))))
         while count := file.readinto(buffer):

@@ -16,7 +16,7 @@ GIB = float(1 << 30)
 FIXED_S = 1.0  # fixed cost of a reload: listing, connecting, publishing
 
 
-class Entry(msgspec.Struct, frozen=True, kw_only=True):
+class StoredArtifact(msgspec.Struct, frozen=True, kw_only=True):
     """An artifact of the store, as eviction sees it."""
 
     key: str
@@ -45,12 +45,12 @@ class Eviction(msgspec.Struct, frozen=True, kw_only=True):
     level: float = 0.0  # the store's level afterwards
 
 
-def occupied_bytes(entries: Iterable[Entry]) -> int:
+def occupied_bytes(entries: Iterable[StoredArtifact]) -> int:
     """Returns the bytes that the entries occupy together."""
     return sum({content: size for entry in entries for content, size in entry.files.items()}.values())
 
 
-def choose_evictions(entries: Sequence[Entry], want: int, level: float = 0.0) -> Eviction | None:
+def choose_evictions(entries: Sequence[StoredArtifact], want: int, level: float = 0.0) -> Eviction | None:
     """Returns what to evict to free at least ``want`` bytes; None: the unused artifacts are not enough.
 
     Takes the cheapest first, then puts back those that are not needed because a larger one was taken later.
@@ -87,16 +87,16 @@ def choose_evictions(entries: Sequence[Entry], want: int, level: float = 0.0) ->
 class _Freed:
     """The bytes that an eviction frees, without shared content; incremental, for stores with hundreds of models."""
 
-    def __init__(self, entries: Iterable[Entry]) -> None:
+    def __init__(self, entries: Iterable[StoredArtifact]) -> None:
         self._users = Counter(content for entry in entries for content in entry.files)
         self.bytes = 0
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: StoredArtifact) -> None:
         for content, size in entry.files.items():
             self._users[content] -= 1
             self.bytes += size if not self._users[content] else 0
 
-    def take_back(self, entry: Entry) -> None:
+    def take_back(self, entry: StoredArtifact) -> None:
         for content, size in entry.files.items():
             self.bytes -= size if not self._users[content] else 0
             self._users[content] += 1

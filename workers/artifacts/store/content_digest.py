@@ -31,7 +31,7 @@ def of_pieces(digests: Sequence[bytes]) -> bytes:
     return digests[0] if len(digests) == 1 else blake3(b"".join(digests), derive_key_context=CONTEXT).digest()
 
 
-class Content:
+class ContentHash:
     """The hash object of a content whose bytes arrive in order."""
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ from workers.artifacts.sources.listing import Listing, SourceError
 from workers.artifacts.store import locks, manifest
 from workers.artifacts.store.artifact_uses import ArtifactUses
 from workers.artifacts.store.blobs import Blobs
-from workers.artifacts.store.budget import FIXED_S, Entry, choose_evictions, occupied_bytes
+from workers.artifacts.store.budget import FIXED_S, StoredArtifact, choose_evictions, occupied_bytes
 from workers.host import file_lock
 
 log = logging.getLogger(__name__)
@@ -119,17 +119,17 @@ class DiskRoom:
         self.uses.set_level(chosen.level)
         return True
 
-    def _entries(self) -> list[Entry]:
+    def _entries(self) -> list[StoredArtifact]:
         """Returns an entry for each artifact, incomplete ones included."""
         return [self._entry(folder) for folder in self.folders()]
 
-    def _entry(self, folder: Path) -> Entry:
+    def _entry(self, folder: Path) -> StoredArtifact:
         key = folder.name
         busy = self.uses.is_busy(key)
         published, fetch = manifest.published(folder), manifest.unfinished(folder)
         if published is not None:
             used_at, level = self.uses.last(key)
-            return Entry(
+            return StoredArtifact(
                 key=key,
                 files={file.digest: file.size for file in published.files.values()},
                 reload_s=published.fetch_s + FIXED_S,
@@ -138,11 +138,11 @@ class DiskRoom:
                 spare=not busy and not self._is_in_grace(key, published),
             )
         if fetch is None:
-            return Entry(key=key, files={key: _blocks(folder)}, reload_s=0.0, spare=not busy)
+            return StoredArtifact(key=key, files={key: _blocks(folder)}, reload_s=0.0, spare=not busy)
         sizes = {file.name: file.size for file in fetch.listing.files}
         seeded = {digest: sizes[name] for name, digest in fetch.seeds.items() if name in sizes}
         unshared = (fetch.listing.bytes if busy else min(fetch.listing.bytes, _blocks(folder))) - sum(seeded.values())
-        return Entry(key=key, files={**seeded, key: max(0, unshared)}, reload_s=0.0, spare=not busy)
+        return StoredArtifact(key=key, files={**seeded, key: max(0, unshared)}, reload_s=0.0, spare=not busy)
 
     def _is_in_grace(self, key: str, complete: manifest.Manifest) -> bool:
         """Returns whether it was returned to a caller that may not have locked it yet. Tolerates a clock that is set

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Family:
+class FamilyHooks:
     """The properties of a model family that the two hooks depend on."""
 
     alibi: bool = False  # positions enter as a bias on the scores, not as embeddings or rotations
@@ -31,21 +31,21 @@ class Family:
 
 # By config.json's model_type. A family is listed once tests compare its greedy output with ``generate``.
 FAMILIES = {
-    "bloom": Family(alibi=True),
-    "gpt2": Family(),
-    "gpt_bigcode": Family(),
-    "gpt_neox": Family(),
-    "gptj": Family(),
-    "llama": Family(),
-    "mistral": Family(window=True),
-    "mixtral": Family(window=True),
-    "opt": Family(),
-    "qwen2": Family(layer_types=True),
-    "qwen3": Family(layer_types=True),
+    "bloom": FamilyHooks(alibi=True),
+    "gpt2": FamilyHooks(),
+    "gpt_bigcode": FamilyHooks(),
+    "gpt_neox": FamilyHooks(),
+    "gptj": FamilyHooks(),
+    "llama": FamilyHooks(),
+    "mistral": FamilyHooks(window=True),
+    "mixtral": FamilyHooks(window=True),
+    "opt": FamilyHooks(),
+    "qwen2": FamilyHooks(layer_types=True),
+    "qwen3": FamilyHooks(layer_types=True),
 }
 
 
-def windows_of(family: Family, config: Any) -> int | dict[str, int | None] | None:
+def windows_of(family: FamilyHooks, config: Any) -> int | dict[str, int | None] | None:
     """Returns the sliding window of all layers, None for none; or by layer type where the family needs it."""
     window: int | None = getattr(config, "sliding_window", None)
     if family.layer_types:
@@ -53,10 +53,10 @@ def windows_of(family: Family, config: Any) -> int | dict[str, int | None] | Non
     return window if family.window else None
 
 
-def family_of(settings: dict[str, Any], path: Path, trust_remote_code: bool) -> Family:
+def family_of(settings: dict[str, Any], path: Path, trust_remote_code: bool) -> FamilyHooks:
     model_type = settings.get("model_type")
     if trust_remote_code and settings.get("auto_map") and model_type not in FAMILIES:
-        return Family()  # most families are like this; untested for this one
+        return FamilyHooks()  # most families are like this; untested for this one
     if model_type not in FAMILIES:
         raise EngineLoadError(
             "unknown-family",

@@ -34,8 +34,8 @@ from workers.engines.cpu.checkpoint import (
     weight_files,
     windows_of,
 )
-from workers.engines.cpu.graphs import Graphs, Traced, misses, storing_code_in, using_code_from
-from workers.engines.cpu.slot_cache import Reach, give_alibi, slot_cache
+from workers.engines.cpu.graphs import Graphs, TracedParts, misses, storing_code_in, using_code_from
+from workers.engines.cpu.slot_cache import CacheReach, give_alibi, slot_cache
 from workers.engines.engine_setup import LoadableEngine, checked_lengths, dtype_on, source_of
 from workers.engines.speculative import buildables_of, with_draft
 from workers.host.memory_limits import is_out_of_memory, out_of_memory
@@ -43,7 +43,7 @@ from workers.host.start_phases import START
 from workers.messages.engine_protocol import EngineLoadError, EngineSpec, GenerateEngine
 from workers.messages.replica_config import ReplicaConfig
 from workers.neff_cache.compile_units import Buildable, Tell
-from workers.neff_cache.compiled_artifacts import Entry, compiling, entry
+from workers.neff_cache.compiled_artifacts import LockedEntry, compiling, entry
 
 if TYPE_CHECKING:
     import torch
@@ -119,13 +119,13 @@ class CpuEngine(LoadableEngine):
     compiled: Path | None = None  # the folder of that code; None: it is not kept
 
     def __post_init__(self) -> None:
-        self._reach = Reach()
+        self._reach = CacheReach()
         self._model: Any = None  # transformers' stock model, its body, its output layer, and our cache
         self._base: Any = None
         self._head: Any = None
         self._cache: Any = None
         self._graphs: Graphs | None = None  # with `compile`
-        self._into: tuple[Entry, Tell] | None = None  # set when it is loaded only to compile
+        self._into: tuple[LockedEntry, Tell] | None = None  # set when it is loaded only to compile
 
     def load(self) -> None:
         """Map the weights, which the first step reads; with `compile`, run every bucket once. Raises
@@ -158,7 +158,7 @@ class CpuEngine(LoadableEngine):
             trust_remote_code=self.trust_remote_code,
         )
 
-    def _make(self, target: Entry, tell: Tell) -> None:
+    def _make(self, target: LockedEntry, tell: Tell) -> None:
         """Compile into ``target``, which is locked exclusively, by loading and running every graph once."""
         self._into = target, tell
         try:
@@ -424,7 +424,7 @@ class CpuEngine(LoadableEngine):
                 target.forget()
                 log.warning("discarding %s: torch did not find %d graphs there", target.path, misses() - before)
 
-    def _compile_into(self, target: Entry, tell: Tell | None = None) -> None:
+    def _compile_into(self, target: LockedEntry, tell: Tell | None = None) -> None:
         code = target.path / artifacts.CODE
         code.mkdir()
         activity = f"{self.source} with torch.compile"
@@ -439,7 +439,7 @@ class CpuEngine(LoadableEngine):
         self.prefill([0], [[0]])
         self.decode(every_slot, [0] * self.slots, [0] * self.slots)
         self._graphs = Graphs(
-            Traced(
+            TracedParts(
                 base=self._base,
                 layers=self._cache.layers,
                 slots=self.slots,

@@ -41,7 +41,7 @@ HEADER_FOLDERS, PRECOMPILE = ("_HEADER_DIR", "_HEADER_LOCK_DIR"), "_precompile_h
 
 
 @dataclass(frozen=True, kw_only=True)
-class Traced:
+class TracedParts:
     """The parts of an engine that its graphs are built from."""
 
     base: Any  # transformers' model without its output layer
@@ -62,7 +62,7 @@ class _CurrentCall:
 class Graphs:
     """The compiled passes of one model. Each is compiled, or found in torch's cache, at its first call."""
 
-    def __init__(self, traced: Traced, prefill_buckets: Sequence[int], decode_buckets: Sequence[int]) -> None:
+    def __init__(self, traced: TracedParts, prefill_buckets: Sequence[int], decode_buckets: Sequence[int]) -> None:
         import torch
 
         self._traced = traced

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Reach:
+class CacheReach:
     """The KV-cache cells that the current forward pass writes and reads. One object, shared with every layer."""
 
     slots: list[int] = field(default_factory=list)
@@ -38,7 +38,7 @@ class Reach:
         self.cells.clear()
 
 
-def slot_cache(reach: Reach, layers: int, slots: int, room: int, purpose: str) -> Cache:
+def slot_cache(reach: CacheReach, layers: int, slots: int, room: int, purpose: str) -> Cache:
     """Returns a transformers Cache of ``layers`` slot layers that all use ``reach``. ``purpose`` is for the error where
     there is no memory for it.
 
@@ -105,7 +105,7 @@ def slot_cache(reach: Reach, layers: int, slots: int, room: int, purpose: str) -
     return Cache(layers=[SlotLayer(room) for _ in range(layers)])
 
 
-def give_alibi(base: Any, reach: Reach, max_len: int) -> None:
+def give_alibi(base: Any, reach: CacheReach, max_len: int) -> None:
     """Let bloom build its bias from our mask: slots are filled from the left, so key j is always position j."""
     import torch
 

@@ -27,7 +27,7 @@ def echo_vector(input: EncodeInput, width: int = WIDTH) -> tuple[float, ...]:
 
 
 @dataclass
-class _Row:
+class _VectorRow:
     """A row with the method of numpy's that the batcher calls: this engine needs no numpy."""
 
     numbers: tuple[float, ...]
@@ -56,7 +56,7 @@ class EchoEncoder:
     def encode(self, inputs: Sequence[EncodeInput]) -> Any:
         if self.step_ms:
             time.sleep(self.step_ms / 1000)
-        return [_Row(echo_vector(input, self.width)) for input in inputs]
+        return [_VectorRow(echo_vector(input, self.width)) for input in inputs]
 
     def close(self) -> None:
         """There is nothing to release."""

@@ -11,10 +11,10 @@ from typing import Any
 from workers.engines.checkpoint_digests import digest_of, unread_of
 from workers.engines.compile_process import compile_main, run_compile
 from workers.engines.manifest_parts import neuron_build, version_of
-from workers.engines.nxd_inference.config import Settings, lengths, neuron_options
+from workers.engines.nxd_inference.config import NxdSettings, lengths, neuron_options
 from workers.engines.nxd_inference.package import DISTRIBUTION, Package, build_config, import_package
 from workers.neff_cache.compile_session import CompileSession
-from workers.neff_cache.compiled_artifacts import Entry
+from workers.neff_cache.compiled_artifacts import LockedEntry
 from workers.neff_cache.compiler_cache import WRAPPER_FLAGS
 
 MODULE = "workers.engines.nxd_inference.engine"
@@ -22,7 +22,7 @@ MODEL, QUANTIZED, WORK = "model", "quantized", "work"  # in an entry
 PACKAGES = ("neuronx-distributed", "neuronx-cc", "torch-neuronx", "libneuronxla", "torch", "transformers")
 
 
-def manifest(settings: Settings, package: Package, root: Path | None) -> dict[str, Any]:
+def manifest(settings: NxdSettings, package: Package, root: Path | None) -> dict[str, Any]:
     """Returns everything that the artifacts depend on, as JSON. They contain sharded weights, so also all weight files.
 
     ``root`` is the folder of entries; None: the artifacts are not kept, and no other start can use them.
@@ -31,7 +31,7 @@ def manifest(settings: Settings, package: Package, root: Path | None) -> dict[st
 
 
 def predicted_manifest(
-    settings: Settings, package: Package, root: Path | None, read: bool
+    settings: NxdSettings, package: Package, root: Path | None, read: bool
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Returns the manifest, and the files whose digests it lacks: with ``read`` False, only digests stored in ``root``
     are used, and the place of an unknown one is empty."""
@@ -51,7 +51,7 @@ def predicted_manifest(
     return record, tuple(unread)
 
 
-def compile_in_subprocess(settings: Settings, entry: Entry) -> None:
+def compile_in_subprocess(settings: NxdSettings, entry: LockedEntry) -> None:
     """Compile into ``entry`` in a separate process, so that this one can claim the cores afterwards.
 
     Raises EngineLoadError with the last lines of its output, all of which is in the entry's compile.log.
@@ -59,12 +59,12 @@ def compile_in_subprocess(settings: Settings, entry: Entry) -> None:
     run_compile(MODULE, settings, f"{settings.source} with NxD Inference", entry, session(settings, entry))
 
 
-def session(settings: Settings, entry: Entry) -> CompileSession:
+def session(settings: NxdSettings, entry: LockedEntry) -> CompileSession:
     """Returns a session: the package compiles through the persistent cache, also failures."""
     return CompileSession(entry.manifest, Path(settings.source), entry.path.parent, shared=False)
 
 
-def compile_here(settings: Settings, folder: Path) -> None:
+def compile_here(settings: NxdSettings, folder: Path) -> None:
     """Compile into ``folder``, on the host, without using a device."""
     # By default, all compiles of a host share one folder and overwrite each other's files.
     os.environ["BASE_COMPILE_WORK_DIR"] = str(folder / WORK) + "/"
@@ -96,4 +96,4 @@ def with_flags(own: str, environment_flags: str) -> str:
 
 def main(arguments: list[str]) -> int:
     """Runs the process of ``compile_in_subprocess``. Returns its exit code."""
-    return compile_main(arguments, MODULE, Settings, compile_here)
+    return compile_main(arguments, MODULE, NxdSettings, compile_here)

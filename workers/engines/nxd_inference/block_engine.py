@@ -20,7 +20,7 @@ from typing import Any
 
 from workers.batching.block_pool import BlockPool
 from workers.batching.buckets import smallest_bucket
-from workers.engines.nxd_inference.config import Lengths, Settings
+from workers.engines.nxd_inference.config import GraphLengths, NxdSettings
 from workers.engines.nxd_inference.engine import NxdEngine, kept_in
 from workers.engines.nxd_inference.package import require_package
 from workers.messages.replica_config import ReplicaConfig
@@ -29,7 +29,7 @@ from workers.messages.replica_config import ReplicaConfig
 def open_neuronx_distributed(config: ReplicaConfig) -> NxdEngine:
     """Returns the engine, not loaded yet. Raises EngineLoadError where the package or the checkpoint is missing."""
     require_package()
-    settings = Settings.of(config)
+    settings = NxdSettings.of(config)
     return (NxdBlockEngine if settings.prefix_cache else NxdEngine)(settings, kept_in(config))
 
 
@@ -84,7 +84,7 @@ class NxdBlockEngine(NxdEngine):
             computed_context_lens=[[position] for position in positions],
         )
 
-    def _warm_up(self, sizes: Lengths) -> None:
+    def _warm_up(self, sizes: GraphLengths) -> None:
         """Call each graph that a prompt can need once; those with a prefix, too."""
         assert sizes.blocks is not None
         slots, max_len, longest = self.spec.slots, self.spec.max_len, sizes.context_buckets[-1]

@@ -28,7 +28,7 @@ from workers.messages.engine_protocol import EngineLoadError
 GLOBAL_TOPK = 256  # the most ids that the device samples from: OnDeviceSamplingConfig's default of global_topk
 
 
-class Settings(CheckpointSettings, frozen=True):
+class NxdSettings(CheckpointSettings, frozen=True):
     """The part of a replica's configuration that the artifacts and their use depend on."""
 
     source: str
@@ -65,7 +65,7 @@ class Settings(CheckpointSettings, frozen=True):
 
 
 @dataclass(frozen=True)
-class Lengths:
+class GraphLengths:
     """The lengths that the graphs are compiled for."""
 
     context_buckets: tuple[int, ...]
@@ -79,7 +79,7 @@ class Lengths:
         return self.token_buckets[-1]
 
 
-def lengths(settings: Settings) -> Lengths:
+def lengths(settings: NxdSettings) -> GraphLengths:
     """Returns the buckets of ``settings``, by default doubling ones up to max_len. Raises EngineLoadError.
 
     With a draft, a slot on the device is longer than max_len by the tokens of one step: every step is speculative,
@@ -98,10 +98,10 @@ def lengths(settings: Settings) -> Lengths:
     if settings.prefix_cache:
         return _block_lengths(settings, context, decode)
     token = decode if not ahead else (*decode[:-1], settings.max_len + ahead)
-    return Lengths(context, token, decode)
+    return GraphLengths(context, token, decode)
 
 
-def _block_lengths(settings: Settings, context: tuple[int, ...], decode: tuple[int, ...]) -> Lengths:
+def _block_lengths(settings: NxdSettings, context: tuple[int, ...], decode: tuple[int, ...]) -> GraphLengths:
     """Returns the lengths with a prefix cache: those of the device are multiples of a block. Raises EngineLoadError."""
     options, slots, max_len = settings.engine_options, settings.slots, settings.max_len
     others = {"draft": settings.draft_source, "quantize_kv": settings.quantize_kv}
@@ -109,10 +109,10 @@ def _block_lengths(settings: Settings, context: tuple[int, ...], decode: tuple[i
         raise EngineLoadError("bad-engine-option", refusal.what, refusal.hint)
     blocks = kv_blocks(options, slots, max_len)
     token = sorted({-(-length // blocks.size) * blocks.size for length in decode})
-    return Lengths(context, tuple(token), decode, prefix_buckets(options, context), blocks)
+    return GraphLengths(context, tuple(token), decode, prefix_buckets(options, context), blocks)
 
 
-def neuron_options(settings: Settings, sizes: Lengths, release: Release, quantized: str) -> dict[str, Any]:
+def neuron_options(settings: NxdSettings, sizes: GraphLengths, release: Release, quantized: str) -> dict[str, Any]:
     """Returns NeuronConfig's keywords for the model itself. Raises EngineLoadError.
 
     ``quantized`` is the output folder of the quantized checkpoint. dtypes are names; on_device_sampling_config is a
@@ -204,7 +204,7 @@ def _refuse(option: str, why: str, hint: str) -> None:
     raise EngineLoadError("bad-engine-option", f"`engine_options.{option}` cannot be set: {why}", hint)
 
 
-def _quantization(settings: Settings, folder: str, release: Release) -> dict[str, Any]:
+def _quantization(settings: NxdSettings, folder: str, release: Release) -> dict[str, Any]:
     """Quantize with one scale for each channel: by default one large weight spoils the scale of a whole matrix."""
     options: dict[str, Any] = {}
     for option in NXD_QUANTIZED_OPTIONS if settings.quantize is None else ():
@@ -239,7 +239,7 @@ def _quantization(settings: Settings, folder: str, release: Release) -> dict[str
     return options
 
 
-def _sampling(settings: Settings) -> dict[str, Any]:
+def _sampling(settings: NxdSettings) -> dict[str, Any]:
     """With a draft, the device compares tokens, greedily."""
     if settings.speculation_length:
         return {

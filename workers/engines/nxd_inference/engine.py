@@ -30,12 +30,12 @@ from workers.engines.checkpoint_files import check_length, eos_token_ids, positi
 from workers.engines.compiled_engine import CompiledEngine
 from workers.engines.nxd_inference import artifacts as nxd_artifacts
 from workers.engines.nxd_inference import precompiled
-from workers.engines.nxd_inference.config import GLOBAL_TOPK, Lengths, Settings, lengths
+from workers.engines.nxd_inference.config import GLOBAL_TOPK, GraphLengths, NxdSettings, lengths
 from workers.engines.nxd_inference.package import Package, build_config, import_package
 from workers.messages.engine_protocol import DeviceSampling, EngineLoadError, EngineSpec
 from workers.messages.replica_config import ReplicaConfig
 from workers.neff_cache.compile_units import Buildable, Tell
-from workers.neff_cache.compiled_artifacts import Entry, entry
+from workers.neff_cache.compiled_artifacts import LockedEntry, entry
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ def buildables(config: ReplicaConfig, read: bool = True) -> list[Buildable]:
     The sharded weights are part of it. With ``read`` False, no checkpoint is read whose digest is unknown. A source
     that is already compiled has no unit; raises what its start would refuse.
     """
-    settings = precompiled.with_sharding(Settings.of(config))
+    settings = precompiled.with_sharding(NxdSettings.of(config))
     package = import_package()
     model = precompiled.find(Path(settings.source))
     if model is not None:
@@ -58,7 +58,7 @@ def buildables(config: ReplicaConfig, read: bool = True) -> list[Buildable]:
     root = kept_in(config)
     manifest, unread = nxd_artifacts.predicted_manifest(settings, package, root, read)
 
-    def make(artifacts: Entry, tell: Tell) -> None:
+    def make(artifacts: LockedEntry, tell: Tell) -> None:
         nxd_artifacts.compile_in_subprocess(settings, artifacts)
         artifacts.finish(settings.source)
 
@@ -70,7 +70,7 @@ def kept_in(config: ReplicaConfig) -> Path | None:
     return None if config.compiled is None else Path(config.compiled)
 
 
-def _build_config(package: Package, settings: Settings) -> tuple[Any, Any]:
+def _build_config(package: Package, settings: NxdSettings) -> tuple[Any, Any]:
     """Like ``build_config``. Raises EngineLoadError also for options that the package's constructors reject, and for a
     quantized checkpoint that does not match the configuration."""
     try:
@@ -91,7 +91,7 @@ class NxdEngine(CompiledEngine):
     divides logits on the host by the temperature twice: in transformers' warper and in its own sampler.
     """
 
-    def __init__(self, settings: Settings, compiled: Path | None) -> None:
+    def __init__(self, settings: NxdSettings, compiled: Path | None) -> None:
         """``compiled`` is the folder of kept artifacts; None: they are not kept. Nothing is read yet."""
         self._settings = settings
         self._compiled = compiled
@@ -231,7 +231,7 @@ class NxdEngine(CompiledEngine):
         drawn = output.hidden_states if tokens is None else tokens
         return drawn.reshape(rows, -1)[:, -1].tolist()
 
-    def _warm_up(self, sizes: Lengths) -> None:
+    def _warm_up(self, sizes: GraphLengths) -> None:
         """Call each graph once. A length is in a bucket while it is below it."""
         for bucket in sizes.context_buckets:
             self.prefill([0], [[0] * (bucket - 1)])
@@ -243,7 +243,7 @@ class NxdEngine(CompiledEngine):
                 self.decode(every, [0] * len(every), [position] * len(every))
 
 
-def _global_topk(settings: Settings) -> int:
+def _global_topk(settings: NxdSettings) -> int:
     """Returns the configured global_topk, at most GLOBAL_TOPK."""
     sampling = settings.engine_options.get("on_device_sampling_config")
     return int(sampling.get("global_topk", GLOBAL_TOPK)) if isinstance(sampling, dict) else GLOBAL_TOPK

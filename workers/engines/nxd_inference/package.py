@@ -24,7 +24,7 @@ from placements.facts.engines import (
 )
 from workers.engines.checkpoint_files import check_rotary, eos_token_ids, read_config
 from workers.engines.engine_setup import check_vocabularies
-from workers.engines.nxd_inference.config import Settings, draft_options, lengths, neuron_options
+from workers.engines.nxd_inference.config import NxdSettings, draft_options, lengths, neuron_options
 from workers.engines.nxd_inference.options import MOE_OPTIONS
 from workers.host.start_phases import START
 from workers.messages.engine_protocol import EngineLoadError
@@ -81,7 +81,7 @@ def _missing(name: str) -> EngineLoadError:
     return EngineLoadError("engine-not-installed", f"the nxd-inference engine needs {name}", WHERE)
 
 
-def model_class(package: Package, source: Path, settings: Settings) -> Any:
+def model_class(package: Package, source: Path, settings: NxdSettings) -> Any:
     """Returns the class for a checkpoint, by its model_type. Raises EngineLoadError.
 
     Before 0.9 Mistral has no class of its own and runs as Llama, which supports its sliding window from 0.7 on. A step
@@ -115,7 +115,7 @@ def _class_name(package: Package, model_type: str) -> str:
     return "llama" if is_llama else model_type
 
 
-def _check_class(package: Package, settings: Settings, source: Path) -> None:
+def _check_class(package: Package, settings: NxdSettings, source: Path) -> None:
     """Raises EngineLoadError for a setting that the class cannot be compiled with, though the package accepts it."""
     model_type = str(read_config(source).get("model_type"))
     name = _class_name(package, model_type)
@@ -141,7 +141,7 @@ def _window(model_type: str, settings: Mapping[str, Any]) -> int | None:
         raise EngineLoadError("config-unreadable", error.what, error.hint) from error
 
 
-def build_config(package: Package, settings: Settings, quantized: str) -> tuple[Any, Any]:
+def build_config(package: Package, settings: NxdSettings, quantized: str) -> tuple[Any, Any]:
     """Returns the model's class and its InferenceConfig, including the draft's. Raises EngineLoadError.
 
     ``quantized`` is the folder of the quantized checkpoint.

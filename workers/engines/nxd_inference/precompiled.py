@@ -30,7 +30,7 @@ from placements.facts.engines import SHORTEST_BUCKET
 from workers.artifacts.sources.layout import COMPILED, INDEX, NEURON_CONFIG, names_in
 from workers.artifacts.sources.listing import Listing
 from workers.engines.checkpoint_files import read_json
-from workers.engines.nxd_inference.config import Settings, lengths, neuron_options
+from workers.engines.nxd_inference.config import NxdSettings, lengths, neuron_options
 from workers.engines.nxd_inference.options import FIELDS, MOE_OPTIONS, OPTIONS, UNSERVED
 from workers.engines.safetensors_headers import tensors_of
 from workers.host import foreign_files
@@ -110,7 +110,7 @@ def names_of(source: Path) -> frozenset[str]:
     return frozenset(file.name for file in msgspec.json.decode(listing, type=Listing).files)
 
 
-def with_sharding(settings: Settings) -> Settings:
+def with_sharding(settings: NxdSettings) -> NxdSettings:
     """Returns the settings with ``presharded`` set by the source. Raises EngineLoadError for unsupported layouts."""
     if settings.draft_source is not None and find(Path(settings.draft_source)) is not None:
         message = (
@@ -141,7 +141,7 @@ def _optimum_hint(model: PrecompiledModel) -> str:
     return _ORIGINAL_HINT
 
 
-def check(model: PrecompiledModel, settings: Settings, config: Any, manifest: Mapping[str, Any]) -> None:
+def check(model: PrecompiledModel, settings: NxdSettings, config: Any, manifest: Mapping[str, Any]) -> None:
     """Raises EngineLoadError where ``model`` is incomplete or does not match ``settings``. Uses no device.
 
     ``config`` is the InferenceConfig that would be compiled, ``manifest`` that of the artifacts.
@@ -163,7 +163,7 @@ def start_error(config: ReplicaConfig) -> EngineLoadError | None:
     """Returns the error of a start of ``config``, as far as names and small files show it without the package: for
     planning."""
     try:
-        settings = with_sharding(Settings.of(config))
+        settings = with_sharding(NxdSettings.of(config))
         model = find(Path(settings.source))
         if model is None:
             return None
@@ -186,7 +186,7 @@ def start_error(config: ReplicaConfig) -> EngineLoadError | None:
     return None
 
 
-def _check_program(model: PrecompiledModel, settings: Settings) -> None:
+def _check_program(model: PrecompiledModel, settings: NxdSettings) -> None:
     if not model.compiled:
         return
     if not settings.allow_pickle:
@@ -200,7 +200,7 @@ def _check_program(model: PrecompiledModel, settings: Settings) -> None:
         raise EngineLoadError("artifacts-mismatch", message, f"copy that file, too, or {_ORIGINAL_HINT}")
 
 
-def _check_names(model: PrecompiledModel, settings: Settings) -> None:
+def _check_names(model: PrecompiledModel, settings: NxdSettings) -> None:
     if model.loads_shards:
         _check_ranks(model, settings.tp_degree)
     elif not any(name in model.names for name in _ORIGINAL):
@@ -403,7 +403,7 @@ def _check_ranks(model: PrecompiledModel, degree: int) -> None:
         raise EngineLoadError("weights-missing", f"{model.folder} is missing {names}", "copy the weights again")
 
 
-def _check_files(model: PrecompiledModel, settings: Settings, dtype: str) -> None:
+def _check_files(model: PrecompiledModel, settings: NxdSettings, dtype: str) -> None:
     """Check the shards on this host: each is complete, and their dtype matches the spec."""
     sizes: Counter[str] = Counter()  # bytes by dtype
     for rank in model.ranks:
@@ -422,7 +422,7 @@ def _check_files(model: PrecompiledModel, settings: Settings, dtype: str) -> Non
         raise EngineLoadError("shards-mismatch", message, "check `dtype` and `quantize`")
 
 
-def check_quantized(settings: Settings, options: Any) -> None:
+def check_quantized(settings: NxdSettings, options: Any) -> None:
     """Raises EngineLoadError where the user's quantized checkpoint does not match the NeuronConfig.
 
     The package would cast any weights and compute with them.

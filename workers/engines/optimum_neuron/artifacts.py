@@ -12,10 +12,10 @@ import msgspec
 from workers.engines.checkpoint_digests import digest_of, unread_of
 from workers.engines.compile_process import compile_main, run_compile
 from workers.engines.manifest_parts import neuron_build, version_of
-from workers.engines.optimum_neuron.package import DISTRIBUTION, Package, export_config, find_package
-from workers.engines.optimum_neuron.settings import Settings
+from workers.engines.optimum_neuron.package import DISTRIBUTION, OptimumPackage, export_config, find_package
+from workers.engines.optimum_neuron.settings import OptimumSettings
 from workers.neff_cache.compile_session import CompileSession
-from workers.neff_cache.compiled_artifacts import Entry
+from workers.neff_cache.compiled_artifacts import LockedEntry
 
 MODULE = "workers.engines.optimum_neuron.engine"
 MODEL, WORK = "model", "work"  # in an entry
@@ -23,7 +23,7 @@ PACKAGES = ("neuronx-distributed", "neuronx-cc", "torch-neuronx", "libneuronxla"
 
 
 def manifest(
-    settings: Settings, package: Package, root: Path | None, read: bool
+    settings: OptimumSettings, package: OptimumPackage, root: Path | None, read: bool
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Returns everything that the artifacts depend on, as JSON, and the files whose digests it lacks.
 
@@ -45,7 +45,7 @@ def manifest(
     return record, tuple(unread)
 
 
-def compile_in_subprocess(settings: Settings, entry: Entry) -> None:
+def compile_in_subprocess(settings: OptimumSettings, entry: LockedEntry) -> None:
     """Export into ``entry`` in a separate process: after an export, a process does not reliably release its cores.
 
     Raises EngineLoadError with the last lines of its output, all of which is in the entry's compile.log.
@@ -55,7 +55,7 @@ def compile_in_subprocess(settings: Settings, entry: Entry) -> None:
     run_compile(MODULE, settings, label, entry, session)
 
 
-def export_here(settings: Settings, folder: Path) -> None:
+def export_here(settings: OptimumSettings, folder: Path) -> None:
     """Export to ``folder``, on the host, without using a device: graphs, and the weights of each core."""
     # By default, all compiles of a host share one folder and overwrite each other's files.
     os.environ["BASE_COMPILE_WORK_DIR"] = str(folder / WORK) + "/"
@@ -68,4 +68,4 @@ def export_here(settings: Settings, folder: Path) -> None:
 
 def main(arguments: list[str]) -> int:
     """Runs the process of ``compile_in_subprocess``. Returns its exit code."""
-    return compile_main(arguments, MODULE, Settings, export_here)
+    return compile_main(arguments, MODULE, OptimumSettings, export_here)

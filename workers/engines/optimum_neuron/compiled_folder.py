@@ -27,8 +27,8 @@ from workers.artifacts.sources.layout import COMPILED, INDEX, NEURON_CONFIG
 from workers.engines.checkpoint_files import read_config, read_json
 from workers.engines.nxd_inference.precompiled import names_of
 from workers.engines.optimum_neuron.export_record import ExportRecord
-from workers.engines.optimum_neuron.package import Package
-from workers.engines.optimum_neuron.settings import Settings, check_computed
+from workers.engines.optimum_neuron.package import OptimumPackage
+from workers.engines.optimum_neuron.settings import OptimumSettings, check_computed
 from workers.messages.engine_protocol import EngineLoadError
 from workers.messages.replica_config import ReplicaConfig
 from workers.neff_cache import neuron_target
@@ -69,7 +69,7 @@ def start_error(config: ReplicaConfig, targets: Collection[str] = ()) -> EngineL
     """Returns the error of a start of ``config``, as far as names and small files show it without the package: for
     planning. ``targets``: the compile targets of its machines, where they are known."""
     try:
-        settings = Settings.of(config)
+        settings = OptimumSettings.of(config)
         check_computed(settings, read_config(Path(settings.source)))
         folder = find(Path(settings.source))
         if folder is not None:
@@ -82,7 +82,7 @@ def start_error(config: ReplicaConfig, targets: Collection[str] = ()) -> EngineL
     return None
 
 
-def check(folder: CompiledFolder, settings: Settings, targets: Collection[str]) -> None:
+def check(folder: CompiledFolder, settings: OptimumSettings, targets: Collection[str]) -> None:
     """Raises EngineLoadError where ``folder`` is incomplete or does not match ``settings``. Uses no device.
 
     1. A model.pt is a program, which must be trusted.
@@ -97,7 +97,7 @@ def check(folder: CompiledFolder, settings: Settings, targets: Collection[str]) 
     _check_weights(folder, settings)  # 3
 
 
-def check_installed(folder: CompiledFolder, package: Package) -> None:
+def check_installed(folder: CompiledFolder, package: OptimumPackage) -> None:
     """Raises EngineLoadError where ``folder`` is of another version, compiler or target than this host's.
 
     The package itself accepts only its own version, and the version of the compiler that is installed.
@@ -126,7 +126,7 @@ def _mismatch(folder: CompiledFolder, differences: Collection[Difference]) -> En
     return EngineLoadError("artifacts-mismatch", what, f"adapt the spec to these settings, or {_ORIGINAL_HINT}")
 
 
-def _check_weights(folder: CompiledFolder, settings: Settings) -> None:
+def _check_weights(folder: CompiledFolder, settings: OptimumSettings) -> None:
     names = folder.names
     if folder.era == "tnx":
         missing = "checkpoint/config.json" not in names

@@ -27,12 +27,12 @@ from workers.engines.checkpoint_files import check_length, eos_token_ids, positi
 from workers.engines.compiled_engine import CompiledEngine
 from workers.engines.optimum_neuron import artifacts, compiled_folder
 from workers.engines.optimum_neuron.first_engine import FirstOptimumEngine, first_buildables
-from workers.engines.optimum_neuron.package import Package, export_config, find_package
-from workers.engines.optimum_neuron.settings import Settings, check_computed
+from workers.engines.optimum_neuron.package import OptimumPackage, export_config, find_package
+from workers.engines.optimum_neuron.settings import OptimumSettings, check_computed
 from workers.messages.engine_protocol import DeviceSampling, EngineSpec, GenerateEngine
 from workers.messages.replica_config import ReplicaConfig
 from workers.neff_cache.compile_units import Buildable, Tell
-from workers.neff_cache.compiled_artifacts import Entry, entry
+from workers.neff_cache.compiled_artifacts import LockedEntry, entry
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 def open_optimum(config: ReplicaConfig) -> GenerateEngine:
     """Returns the engine, not loaded yet. Raises EngineLoadError where the package or the checkpoint is missing."""
     kind = FirstOptimumEngine if find_package().era == "tnx" else OptimumEngine
-    return kind(Settings.of(config), kept_in(config))
+    return kind(OptimumSettings.of(config), kept_in(config))
 
 
 def buildables(config: ReplicaConfig, read: bool = True) -> list[Buildable]:
@@ -49,7 +49,7 @@ def buildables(config: ReplicaConfig, read: bool = True) -> list[Buildable]:
     The sharded weights are part of it. With ``read`` False, no checkpoint is read whose digest is unknown. A source
     that is already compiled has no unit; raises what its start would refuse.
     """
-    settings, package = Settings.of(config), find_package()
+    settings, package = OptimumSettings.of(config), find_package()
     if package.era == "tnx":
         return first_buildables(settings, package, kept_in(config))
     check_computed(settings, read_config(Path(settings.source)))
@@ -59,14 +59,14 @@ def buildables(config: ReplicaConfig, read: bool = True) -> list[Buildable]:
     root = kept_in(config)
     manifest, unread = artifacts.manifest(settings, package, root, read)
 
-    def make(entry: Entry, tell: Tell) -> None:
+    def make(entry: LockedEntry, tell: Tell) -> None:
         artifacts.compile_in_subprocess(settings, entry)
         entry.finish(settings.source)
 
     return [Buildable(source=Path(settings.source), manifest=manifest, make=make, kept=root is not None, unread=unread)]
 
 
-def _is_compiled(settings: Settings, package: Package) -> bool:
+def _is_compiled(settings: OptimumSettings, package: OptimumPackage) -> bool:
     """Returns whether the source is compiled. Raises EngineLoadError where it does not match the settings or this
     host."""
     folder = compiled_folder.find(Path(settings.source))
@@ -84,7 +84,7 @@ def kept_in(config: ReplicaConfig) -> Path | None:
 class OptimumEngine(CompiledEngine):
     """Implements ``GenerateEngine``; ``SamplingEngine`` with ``sampling: device``."""
 
-    def __init__(self, settings: Settings, compiled: Path | None) -> None:
+    def __init__(self, settings: OptimumSettings, compiled: Path | None) -> None:
         """``compiled`` is the folder of kept artifacts; None: they are not kept. Nothing is read yet."""
         self._settings = settings
         self._compiled = compiled
@@ -141,7 +141,7 @@ class OptimumEngine(CompiledEngine):
         output = self._run(every, [[token] for token, _ in filled], [[position] for _, position in filled])
         return self._picked(output, slots)
 
-    def _exported(self, package: Package, scratch: Path) -> str:
+    def _exported(self, package: OptimumPackage, scratch: Path) -> str:
         """Returns the folder of the exported model, exporting it if needed."""
         settings = self._settings
         manifest, _ = artifacts.manifest(settings, package, self._compiled, read=True)

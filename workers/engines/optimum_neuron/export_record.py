@@ -8,7 +8,7 @@ from typing import Any
 
 from placements.facts.engines import OptimumEra
 from workers.engines.engine_setup import dtype_on
-from workers.engines.optimum_neuron.settings import Settings
+from workers.engines.optimum_neuron.settings import OptimumSettings
 from workers.neff_cache.predict import Difference
 
 _CAST_TYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
@@ -33,7 +33,7 @@ class ExportRecord:
         cast = str(self.recorded.get("auto_cast_type"))
         return _CAST_TYPES.get(cast, cast)
 
-    def differences(self, settings: Settings) -> Iterator[Difference]:
+    def differences(self, settings: OptimumSettings) -> Iterator[Difference]:
         """Yields each of ``settings`` that the export was not made with."""
         recorded = self.recorded
         pairs: dict[str, tuple[Any, Any]] = {

@@ -22,14 +22,14 @@ from workers.engines.checkpoint_files import check_length, eos_token_ids, positi
 from workers.engines.engine_setup import LoadableEngine, dtype_on
 from workers.engines.manifest_parts import neuron_build, version_of
 from workers.engines.optimum_neuron import compiled_folder
-from workers.engines.optimum_neuron.package import DISTRIBUTION, Package, find_package
-from workers.engines.optimum_neuron.settings import Settings, check_computed
+from workers.engines.optimum_neuron.package import DISTRIBUTION, OptimumPackage, find_package
+from workers.engines.optimum_neuron.settings import OptimumSettings, check_computed
 from workers.engines.transformers_neuronx.rows import ContinuousRows, LockStepRows
 from workers.host import foreign_files
 from workers.messages.engine_protocol import EngineLoadError, EngineSpec
 from workers.neff_cache.compile_session import CompileSession
 from workers.neff_cache.compile_units import Buildable
-from workers.neff_cache.compiled_artifacts import Entry, compiling, entry
+from workers.neff_cache.compiled_artifacts import LockedEntry, compiling, entry
 
 log = logging.getLogger(__name__)
 
@@ -38,14 +38,14 @@ PACKAGES = ("transformers-neuronx", "torch-neuronx", "neuronx-cc", "libneuronxla
 WHERE = "the compilers write to this log"
 
 
-def first_buildables(settings: Settings, package: Package, root: Path | None) -> list[Buildable]:
+def first_buildables(settings: OptimumSettings, package: OptimumPackage, root: Path | None) -> list[Buildable]:
     """Returns the compile unit, which only a start can compile; none for a compiled source. Raises EngineLoadError."""
     if _checked(settings, package):
         return []
     return [Buildable(source=Path(settings.source), manifest=_manifest(settings, package), kept=root is not None)]
 
 
-def _checked(settings: Settings, package: Package) -> bool:
+def _checked(settings: OptimumSettings, package: OptimumPackage) -> bool:
     """Returns whether the source is compiled. Raises EngineLoadError for what the package cannot run or compute, and
     for a compiled source that does not match."""
     source = Path(settings.source)
@@ -72,7 +72,7 @@ def _checked(settings: Settings, package: Package) -> bool:
     return folder is not None
 
 
-def _manifest(settings: Settings, package: Package) -> dict[str, Any]:
+def _manifest(settings: OptimumSettings, package: OptimumPackage) -> dict[str, Any]:
     """Returns everything that the graphs depend on, as JSON: not the weights."""
     fields = msgspec.to_builtins(settings)
     return {
@@ -87,7 +87,7 @@ def _manifest(settings: Settings, package: Package) -> dict[str, Any]:
 class FirstOptimumEngine(LoadableEngine):
     """Implements ``GenerateEngine``. Exceptions of the Neuron runtime are passed on unchanged."""
 
-    def __init__(self, settings: Settings, compiled: Path | None) -> None:
+    def __init__(self, settings: OptimumSettings, compiled: Path | None) -> None:
         """``compiled`` is the folder of kept artifacts; None: they are not kept. Nothing is read yet."""
         self._settings = settings
         self._compiled = compiled
@@ -163,7 +163,7 @@ class FirstOptimumEngine(LoadableEngine):
             session.record_compiled(artifacts.path / MODEL / "compiled")
             return model
 
-    def _save(self, model: Any, artifacts: Entry, empty: Path) -> None:
+    def _save(self, model: Any, artifacts: LockedEntry, empty: Path) -> None:
         """Save the settings and the graphs. The package would copy the checkpoint of a local folder, too, which here
         every start links instead."""
         empty.mkdir()

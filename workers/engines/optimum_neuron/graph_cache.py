@@ -22,7 +22,7 @@ from workers.artifacts.fetch.retry_policy import RetryPolicy
 from workers.artifacts.sources.layout import checked, registry_of
 from workers.artifacts.sources.open_source import SourceQuery
 from workers.engines.optimum_neuron.export_record import ExportRecord
-from workers.engines.optimum_neuron.settings import Settings
+from workers.engines.optimum_neuron.settings import OptimumSettings
 from workers.host import foreign_files
 
 
@@ -33,7 +33,7 @@ class RegisteredExport:
     model: str  # its id on the hub
     record: ExportRecord
 
-    def describe(self, settings: Settings | None) -> str:
+    def describe(self, settings: OptimumSettings | None) -> str:
         """Returns its degree, batch, length and type, and what differs from ``settings``; None: nothing to compare."""
         record, recorded = self.record, self.record.recorded
         text = f"{self.model} with tp_degree {recorded[record.cores_field]}, max_batch {recorded['batch_size']}"

@@ -13,7 +13,7 @@ from typing import Any
 from placements.facts.engines import OptimumEra, distribution, optimum_era
 from workers.engines.checkpoint_files import check_rotary, read_config
 from workers.engines.engine_setup import dtype_on
-from workers.engines.optimum_neuron.settings import MAX_TOP_K, Settings
+from workers.engines.optimum_neuron.settings import MAX_TOP_K, OptimumSettings
 from workers.host.start_phases import START
 from workers.messages.engine_protocol import EngineLoadError
 from workers.neff_cache import neuron_target
@@ -26,7 +26,7 @@ WHERE = (
 
 
 @dataclass(frozen=True)
-class Package:
+class OptimumPackage:
     """A version of Optimum Neuron."""
 
     version: str
@@ -51,7 +51,7 @@ class Package:
             raise _missing(error.name or "neuronx-cc") from error
 
 
-def find_package() -> Package:
+def find_package() -> OptimumPackage:
     """Returns the installed version, without importing it. Raises EngineLoadError."""
     try:
         version = metadata.version(DISTRIBUTION)
@@ -61,14 +61,14 @@ def find_package() -> Package:
     if era is None:
         what = f"Optimum Neuron {version} is not supported: only 0.0.28, and 0.4.2 and later of 0.4"
         raise EngineLoadError("engine-not-installed", what, WHERE)
-    return Package(version, era)
+    return OptimumPackage(version, era)
 
 
 def _missing(name: str) -> EngineLoadError:
     return EngineLoadError("engine-not-installed", f"the optimum-neuron engine needs {name}", WHERE)
 
 
-def export_config(package: Package, settings: Settings) -> tuple[Any, Any]:
+def export_config(package: OptimumPackage, settings: OptimumSettings) -> tuple[Any, Any]:
     """Returns transformers' configuration and the NxDNeuronConfig that ``settings`` are exported with.
 
     The package chooses whether its class batches continuously, joins the weights of Q, K and V, and supports sampling

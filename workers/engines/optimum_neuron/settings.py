@@ -14,7 +14,7 @@ from workers.messages.engine_protocol import EngineLoadError
 MAX_TOP_K = 256  # ids that the device samples from: the default of NxDNeuronConfig's max_topk
 
 
-class Settings(CheckpointSettings, frozen=True):
+class OptimumSettings(CheckpointSettings, frozen=True):
     """The part of a replica's configuration that the artifacts and their use depend on."""
 
     source: str
@@ -32,7 +32,7 @@ class Settings(CheckpointSettings, frozen=True):
         return self.engine_options.get("prefill_chunk_size")
 
 
-def check_computed(settings: Settings, config: Mapping[str, Any]) -> None:
+def check_computed(settings: OptimumSettings, config: Mapping[str, Any]) -> None:
     """Raises EngineLoadError for a config.json whose model the package would compute without a part of it.
 
     1. The biases of a llama's attention: ``NeuronLlamaDecoderLayer`` creates none, and its loader only warns of weights

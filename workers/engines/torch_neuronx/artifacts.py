@@ -32,7 +32,7 @@ from workers.messages.replica_config import ReplicaConfig
 from workers.messages.status import Failure
 from workers.neff_cache import neuron_target
 from workers.neff_cache.compile_units import Buildable, Tell
-from workers.neff_cache.compiled_artifacts import Entry, compiling, entry
+from workers.neff_cache.compiled_artifacts import LockedEntry, compiling, entry
 from workers.neff_cache.compiler_cache import WRAPPER_FLAGS
 
 TRACE, WORK = "trace.pt", "work"  # in an entry
@@ -75,7 +75,7 @@ def _digest(text: str) -> str:
 def unit(tracing: Tracing, length: int) -> Buildable:
     """Returns the compile unit of a length."""
 
-    def make(artifacts: Entry, tell: Tell) -> None:
+    def make(artifacts: LockedEntry, tell: Tell) -> None:
         compile_trace(tracing, length, artifacts)
 
     return Buildable(source=tracing.source, manifest=manifest(tracing, length), is_whole=is_whole, make=make)
@@ -86,7 +86,7 @@ def is_whole(folder: Path) -> bool:
     return (folder / TRACE).is_file()
 
 
-def compile_trace(tracing: Tracing, length: int, artifacts: Entry) -> None:
+def compile_trace(tracing: Tracing, length: int, artifacts: LockedEntry) -> None:
     """Compiles the trace of a length into an entry, which is locked exclusively, without a device.
 
     Raises EngineLoadError, and exceptions of the host's memory.

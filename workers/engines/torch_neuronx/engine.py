@@ -30,7 +30,7 @@ from workers.messages.encoder_protocol import EncodeInput, EncoderSpec
 from workers.messages.engine_protocol import EngineLoadError
 from workers.messages.replica_config import ReplicaConfig
 from workers.neff_cache.compile_units import Buildable
-from workers.neff_cache.compiled_artifacts import Entry, entry, peek
+from workers.neff_cache.compiled_artifacts import LockedEntry, entry, peek
 
 if TYPE_CHECKING:
     import numpy
@@ -117,7 +117,7 @@ class TorchNeuronxEncoder:
             vectors: torch.Tensor = self._traces[length](*self._tracing.inputs(list(inputs), length))
         return vectors
 
-    def _on_core(self, package: Any, held: Entry, graph: torch.nn.Module) -> Any:
+    def _on_core(self, package: Any, held: LockedEntry, graph: torch.nn.Module) -> Any:
         """Returns the trace of an entry, on the core, with the weights of the checkpoint. Raises EngineLoadError."""
         import torch
 
@@ -139,7 +139,7 @@ class TorchNeuronxEncoder:
             raise EngineLoadError(fault.id, message, "use fewer buckets.prefill, or dtype: bf16") from error
         return trace
 
-    def _replace_weights(self, package: Any, trace: Any, held: Entry, graph: torch.nn.Module) -> None:
+    def _replace_weights(self, package: Any, trace: Any, held: LockedEntry, graph: torch.nn.Module) -> None:
         try:
             package.replace_weights(trace, graph.state_dict())
         except (KeyError, RuntimeError, TypeError, ValueError) as error:

@@ -18,7 +18,7 @@ from workers.host import foreign_files
 from workers.messages.engine_protocol import EngineLoadError
 from workers.neff_cache.candidates import beside, given
 from workers.neff_cache.compile_session import CompileSession
-from workers.neff_cache.compiled_artifacts import Entry, compiling, entry, peek
+from workers.neff_cache.compiled_artifacts import LockedEntry, compiling, entry, peek
 from workers.neff_cache.predict import predict
 
 COMPILER = "neuronx-cc"
@@ -70,7 +70,7 @@ def start_from(root: Path, expected: Mapping[str, Any], source: Path, model: Any
         return False
 
 
-def compile_ahead(artifacts: Entry, source: Path, model: Any) -> None:
+def compile_ahead(artifacts: LockedEntry, source: Path, model: Any) -> None:
     """Compile into ``artifacts``, which is locked exclusively, without using a device."""
     session = _compile(source, artifacts.manifest, artifacts.path.parent, model.cpu_compile)
     _keep(artifacts, source, model)
@@ -91,7 +91,7 @@ def _compile(
     return session
 
 
-def _keep(artifacts: Entry, source: Path, model: Any) -> None:
+def _keep(artifacts: LockedEntry, source: Path, model: Any) -> None:
     model.save(str(artifacts.path))
     artifacts.finish(str(source))
 
@@ -114,7 +114,7 @@ def proven_neffs(source: Path, expected: Mapping[str, Any]) -> Path | None:
     raise EngineLoadError("neff-unproven", f"{folder} is not used: {reasons}", hint)
 
 
-def _stale(artifacts: Entry) -> EngineLoadError:
+def _stale(artifacts: LockedEntry) -> EngineLoadError:
     """Discard NEFFs that do not match the model's graphs, though their manifest is the same. The device is in use by
     now, so only the next start compiles."""
     artifacts.forget()

@@ -42,7 +42,7 @@ from workers.host.start_phases import START
 from workers.messages.engine_protocol import DeviceSampling, EngineLoadError, EngineSpec, GenerateEngine
 from workers.messages.replica_config import ReplicaConfig
 from workers.neff_cache.compile_units import Buildable, Tell
-from workers.neff_cache.compiled_artifacts import Entry
+from workers.neff_cache.compiled_artifacts import LockedEntry
 
 if TYPE_CHECKING:
     import torch
@@ -144,7 +144,7 @@ class TransformersNeuronxEngine(LoadableEngine):
         """Returns the engine's compile unit, without weights and without a device. Raises EngineLoadError."""
         plan = self._plan(read_config(self._path))
 
-        def make(artifacts: Entry, tell: Tell) -> None:
+        def make(artifacts: LockedEntry, tell: Tell) -> None:
             check_weights(weights_root(self._path), self._config.allow_pickle)
             model = self._build_model(plan)
             if not plan.family.resets:

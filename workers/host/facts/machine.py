@@ -26,7 +26,7 @@ class ProcessDetail(msgspec.Struct, frozen=True, kw_only=True):
     visible_cores: str | None = None  # its NEURON_RT_VISIBLE_CORES
 
 
-class Readings(msgspec.Struct, frozen=True, kw_only=True):
+class SourceReadings(msgspec.Struct, frozen=True, kw_only=True):
     """The reading of each source. None: the host does not have the source."""
 
     product: str | None = None  # the machine's name in its firmware: on EC2 the instance type
@@ -77,7 +77,7 @@ class Owner(NamedTuple):
     command: str
 
 
-def combine(readings: Readings) -> HostFacts:
+def combine(readings: SourceReadings) -> HostFacts:
     """Combines readings. Pure; never raises. Disagreements between sources become ``problems``."""
     findings = Findings()
     ls, monitor = readings.neuron_ls, readings.monitor
@@ -132,7 +132,7 @@ def _by_memory(runtimes: Iterable[Runtime]) -> list[Runtime]:
     return sorted(runtimes, key=lambda runtime: (-(runtime.device_bytes or 0), runtime.pid))
 
 
-def _processes(readings: Readings, devices: tuple[Device, ...], findings: Findings) -> tuple[NeuronProcess, ...]:
+def _processes(readings: SourceReadings, devices: tuple[Device, ...], findings: Findings) -> tuple[NeuronProcess, ...]:
     """Returns a process for each pid of neuron-ls and neuron-monitor."""
     listed: dict[int, list[DeviceProcess]] = {}
     for process in readings.neuron_ls.processes if readings.neuron_ls else ():
@@ -146,7 +146,7 @@ def _processes(readings: Readings, devices: tuple[Device, ...], findings: Findin
 def _process(
     pid: int,
     on_devices: list[DeviceProcess],
-    readings: Readings,
+    readings: SourceReadings,
     device_of: Mapping[int, int],
     findings: Findings,
 ) -> NeuronProcess:
@@ -222,7 +222,7 @@ def _compare_counts(
         )
 
 
-def _instance_type(readings: Readings, findings: Findings) -> str | None:
+def _instance_type(readings: SourceReadings, findings: Findings) -> str | None:
     """Returns the instance type of the first source that has it: neuron-ls, neuron-monitor, the firmware."""
     sources = {
         "neuron-ls": readings.neuron_ls and readings.neuron_ls.instance_type,

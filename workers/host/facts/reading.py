@@ -15,7 +15,7 @@ import psutil
 
 from workers.host import host_facts
 from workers.host.facts import neuron_monitor
-from workers.host.facts.machine import HostFacts, Owner, ProcessDetail, Readings, combine, owners
+from workers.host.facts.machine import HostFacts, Owner, ProcessDetail, SourceReadings, combine, owners
 from workers.host.facts.neuron_ls import NeuronLs, parse_neuron_ls
 from workers.host.facts.neuron_monitor import MonitorSample, parse_neuron_monitor
 from workers.host.facts.sysfs import read_sysfs
@@ -41,7 +41,7 @@ class Places:
 
 
 @dataclass(frozen=True)
-class Deadlines:
+class SourceDeadlines:
     """Deadlines of the sources, in seconds. A full sample of neuron-monitor takes one to two."""
 
     neuron_ls_s: float = 5.0
@@ -49,10 +49,10 @@ class Deadlines:
     packages_s: float = 3.0
 
 
-PATIENCE = Deadlines()
+PATIENCE = SourceDeadlines()
 
 
-def read_host_facts(places: Places | None = None, deadlines: Deadlines = PATIENCE) -> HostFacts:
+def read_host_facts(places: Places | None = None, deadlines: SourceDeadlines = PATIENCE) -> HostFacts:
     """Returns the facts of this host, at most a few seconds after the sum of the deadlines.
 
     Runs no Neuron tool on a host without Neuron devices.
@@ -60,13 +60,13 @@ def read_host_facts(places: Places | None = None, deadlines: Deadlines = PATIENC
     places = places or Places.of_this_host()
     sysfs = read_sysfs(places.sys / "devices/virtual/neuron_device")
     if sysfs is None and not any(places.dev.glob("neuron[0-9]*")):
-        return combine(Readings())
+        return combine(SourceReadings())
     neuron_ls, ls_problems = read_neuron_ls(deadlines.neuron_ls_s, places.tools)
     monitor, monitor_problems = read_neuron_monitor(deadlines.monitor_s, places.tools)
     pids = {process.pid for process in (neuron_ls.processes if neuron_ls else ())}
     pids |= {runtime.pid for runtime in (monitor.runtimes if monitor else ())}
     return combine(
-        Readings(
+        SourceReadings(
             product=host_facts.instance_type(places.dev, places.sys / "devices/virtual/dmi/id/product_name"),
             neuron_ls=neuron_ls,
             monitor=monitor,
@@ -106,7 +106,7 @@ def who_holds(cores: Iterable[int], deadline_s: float = PATIENCE.neuron_ls_s) ->
         listed, processes=tuple(process for process in listed.processes if process.pid in pids)
     )
     processes = {pid: read_process(pid) for pid in sorted(pids)}
-    held = owners(combine(Readings(neuron_ls=other_processes, processes=processes)))
+    held = owners(combine(SourceReadings(neuron_ls=other_processes, processes=processes)))
     return {core: held[core] for core in sorted(set(cores)) if core in held}
 
 

@@ -7,7 +7,7 @@ from enum import Enum, auto
 
 import msgspec
 
-from orchestrator.gateway.openai.toolcalls.json_scanner import SPACE, JsonScan, Taken
+from orchestrator.gateway.openai.toolcalls.json_scanner import SPACE, CharacterRole, JsonScan
 
 ARGUMENTS = ("arguments", "parameters")
 
@@ -54,24 +54,24 @@ class CallText:
     def begun(self) -> bool:
         return self.name is not None and bool(self.arguments)
 
-    def take(self, char: str) -> Taken:
+    def take(self, char: str) -> CharacterRole:
         """Reads a character; ``BROKEN`` and ``BEHIND`` have not taken it."""
         was_complete = self.complete
         result = self._step(char)
-        if result is Taken.BROKEN and was_complete:
-            return Taken.BEHIND
-        if result in (Taken.MORE, Taken.LAST):
+        if result is CharacterRole.BROKEN and was_complete:
+            return CharacterRole.BEHIND
+        if result in (CharacterRole.MORE, CharacterRole.LAST):
             self._raw.append(char)
         return result
 
-    def _step(self, char: str) -> Taken:
+    def _step(self, char: str) -> CharacterRole:
         at = self._at
         if at is _At.IN_VALUE:
             return self._in_value(char)
         if at is _At.IN_KEY:
             return self._in_key(char)
         if char in SPACE:
-            return Taken.MORE
+            return CharacterRole.MORE
         if at is _At.VALUE:
             return self._first_of_value(char)
         if at is _At.COLON and char == ":":
@@ -84,53 +84,53 @@ class CallText:
         elif at is _At.COMMA and char == ",":
             self._at = _At.KEY
         elif at is _At.COMMA and char == "}" and self.complete:
-            return Taken.LAST
+            return CharacterRole.LAST
         else:
-            return Taken.BROKEN
-        return Taken.MORE
+            return CharacterRole.BROKEN
+        return CharacterRole.MORE
 
-    def _in_key(self, char: str) -> Taken:
+    def _in_key(self, char: str) -> CharacterRole:
         result = self._scan.take(char)
         self._value.append(char)
-        if result is Taken.LAST:
+        if result is CharacterRole.LAST:
             self._key = _text(self._value) or ""
             self._at = _At.COLON
-            return Taken.MORE if self._keys is None or self._key in self._keys else Taken.BROKEN
+            return CharacterRole.MORE if self._keys is None or self._key in self._keys else CharacterRole.BROKEN
         return result
 
-    def _first_of_value(self, char: str) -> Taken:
+    def _first_of_value(self, char: str) -> CharacterRole:
         first = {"name": '"', **dict.fromkeys(ARGUMENTS, "{")}.get(self._key)
         if first is not None and char != first and not self.complete:
-            return Taken.BROKEN
+            return CharacterRole.BROKEN
         self._at, self._scan, self._value = _At.IN_VALUE, JsonScan(), []
         return self._in_value(char)
 
-    def _in_value(self, char: str) -> Taken:
+    def _in_value(self, char: str) -> CharacterRole:
         result = self._scan.take(char)
-        if result is Taken.BROKEN:
+        if result is CharacterRole.BROKEN:
             return result
         is_arguments = self._key in ARGUMENTS and not self._has_arguments
-        if result is Taken.BEHIND:
+        if result is CharacterRole.BEHIND:
             self._at = _At.COMMA
             return self._step(char)
         if is_arguments:
             self.arguments.append(char)
         elif self._key == "name":
             self._value.append(char)
-        if result is Taken.LAST:
+        if result is CharacterRole.LAST:
             return self._value_ended(is_arguments)
-        return Taken.MORE
+        return CharacterRole.MORE
 
-    def _value_ended(self, is_arguments: bool) -> Taken:
+    def _value_ended(self, is_arguments: bool) -> CharacterRole:
         self._at = _At.COMMA
         if is_arguments:
             self._has_arguments = True
         elif self._key == "name" and self.name is None:
             self.name = _text(self._value)
             if not self.name:
-                return Taken.BROKEN
+                return CharacterRole.BROKEN
         self.complete = self.name is not None and self._has_arguments
-        return Taken.LAST if self._only_arguments else Taken.MORE
+        return CharacterRole.LAST if self._only_arguments else CharacterRole.MORE
 
 
 def _text(literal: list[str]) -> str | None:

@@ -13,7 +13,7 @@ _WORD_GOES_ON = frozenset("+-.0123456789eEtrufalsn")
 _WORD = re.compile(r"true|false|null|-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 
 
-class Taken(Enum):
+class CharacterRole(Enum):
     """The role of a character in a value."""
 
     MORE = auto()  # inside the value
@@ -47,34 +47,34 @@ class JsonScan:
         self._hex_left = 0
         self._word = ""
 
-    def take(self, char: str) -> Taken:
+    def take(self, char: str) -> CharacterRole:
         wants = self._wants
         if wants is _Wants.STRING:
             if char == '"':
                 if self._key:
                     self._wants = _Wants.COLON
-                    return Taken.MORE
+                    return CharacterRole.MORE
                 return self._ended()
             if char == "\\":
                 self._wants = _Wants.ESCAPE
-            return Taken.BROKEN if char < " " else Taken.MORE
+            return CharacterRole.BROKEN if char < " " else CharacterRole.MORE
         if wants is _Wants.ESCAPE:
             self._wants, self._hex_left = (_Wants.HEX, 4) if char == "u" else (_Wants.STRING, 0)
-            return Taken.MORE if char in '"\\/bfnrtu' else Taken.BROKEN
+            return CharacterRole.MORE if char in '"\\/bfnrtu' else CharacterRole.BROKEN
         if wants is _Wants.HEX:
             self._hex_left -= 1
             if not self._hex_left:
                 self._wants = _Wants.STRING
-            return Taken.MORE if char in _HEX else Taken.BROKEN
+            return CharacterRole.MORE if char in _HEX else CharacterRole.BROKEN
         if wants is _Wants.WORD:
             if char in _WORD_GOES_ON:
                 self._word += char
-                return Taken.MORE if len(self._word) <= LONGEST_WORD else Taken.BROKEN
+                return CharacterRole.MORE if len(self._word) <= LONGEST_WORD else CharacterRole.BROKEN
             if not _WORD.fullmatch(self._word):
-                return Taken.BROKEN
-            if self._ended() is Taken.LAST:
-                return Taken.BEHIND
-        return Taken.MORE if char in SPACE else self._structure(char)
+                return CharacterRole.BROKEN
+            if self._ended() is CharacterRole.LAST:
+                return CharacterRole.BEHIND
+        return CharacterRole.MORE if char in SPACE else self._structure(char)
 
     @property
     def closing(self) -> str | None:
@@ -83,23 +83,23 @@ class JsonScan:
         inside = self._wants in (_Wants.STRING, _Wants.ESCAPE, _Wants.HEX, _Wants.WORD, _Wants.COLON)
         return None if inside else "".join(reversed(self._stack))
 
-    def _structure(self, char: str) -> Taken:
+    def _structure(self, char: str) -> CharacterRole:
         wants = self._wants
         if wants is _Wants.COLON:
             self._wants = _Wants.VALUE
-            return Taken.MORE if char == ":" else Taken.BROKEN
+            return CharacterRole.MORE if char == ":" else CharacterRole.BROKEN
         if wants in (_Wants.KEY, _Wants.KEY_OR_END) and char == '"':
             self._wants, self._key = _Wants.STRING, True
-            return Taken.MORE
+            return CharacterRole.MORE
         if wants in (_Wants.KEY_OR_END, _Wants.VALUE_OR_END, _Wants.COMMA_OR_END) and char == self._stack[-1]:
             self._stack.pop()
             return self._ended()
         if wants is _Wants.COMMA_OR_END and char == ",":
             self._wants = _Wants.KEY if self._stack[-1] == "}" else _Wants.VALUE
-            return Taken.MORE
-        return self._value(char) if wants in (_Wants.VALUE, _Wants.VALUE_OR_END) else Taken.BROKEN
+            return CharacterRole.MORE
+        return self._value(char) if wants in (_Wants.VALUE, _Wants.VALUE_OR_END) else CharacterRole.BROKEN
 
-    def _value(self, char: str) -> Taken:
+    def _value(self, char: str) -> CharacterRole:
         if char == "{":
             self._stack.append("}")
             self._wants = _Wants.KEY_OR_END
@@ -111,12 +111,12 @@ class JsonScan:
         elif char in _WORD_BEGINS:
             self._wants, self._word = _Wants.WORD, char
         else:
-            return Taken.BROKEN
-        return Taken.MORE
+            return CharacterRole.BROKEN
+        return CharacterRole.MORE
 
-    def _ended(self) -> Taken:
+    def _ended(self) -> CharacterRole:
         self._wants = _Wants.COMMA_OR_END
-        return Taken.MORE if self._stack else Taken.LAST
+        return CharacterRole.MORE if self._stack else CharacterRole.LAST
 
 
 def completed_object(text: str) -> str:
@@ -126,9 +126,9 @@ def completed_object(text: str) -> str:
     scan, end, closing = JsonScan(), 0, "{}"
     for at, char in enumerate(text if text.startswith("{") else ""):
         taken = scan.take(char)
-        if taken is Taken.LAST:
+        if taken is CharacterRole.LAST:
             return text[: at + 1]
-        if taken is Taken.BROKEN:
+        if taken is CharacterRole.BROKEN:
             break
         if char not in SPACE + ":" and (closes := scan.closing) is not None:
             end, closing = at + (char != ","), closes

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 
 from orchestrator.gateway.openai.toolcalls.call import ARGUMENTS, CallText
 from orchestrator.gateway.openai.toolcalls.events import CallArguments, CallBegin, Content, Event
-from orchestrator.gateway.openai.toolcalls.json_scanner import SPACE, Taken
+from orchestrator.gateway.openai.toolcalls.json_scanner import SPACE, CharacterRole
 
 LONGEST_HEAD = 400  # characters between a marker and the call's JSON
 
@@ -92,17 +92,17 @@ class _Parser:
         assert call is not None
         for at, char in enumerate(text):
             result = call.take(char)
-            if result is Taken.MORE:
+            if result is CharacterRole.MORE:
                 continue
             self._emit_call()
             self._call = None
-            if result is Taken.BROKEN:
+            if result is CharacterRole.BROKEN:
                 self._content("" if self._emitted else self._opening + call.raw)
                 self._broken()
                 return text[at:]
             self._fresh = True
             self._closed()
-            return text[at + (result is Taken.LAST) :]
+            return text[at + (result is CharacterRole.LAST) :]
         return ""
 
     def _broken(self) -> None:
