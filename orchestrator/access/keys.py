@@ -260,7 +260,7 @@ class KeyFile:
             keys = list(ring.keys)
             if activate_at is not None and ring.requires_key(now):
                 hint = "omit --activate-at; corewright keys open accepts requests without a key again"
-                raise Failed("keys-demanded", "every request needs a key already", hint)
+                raise Failed("keys-required", "every request needs a key already", hint)
             if any(key.name == name for key in keys):
                 hint = f"choose another name, or first run: corewright keys revoke {name}"
                 raise Failed("key-name-taken", f"a key named {name} already exists", hint)

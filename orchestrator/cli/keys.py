@@ -183,7 +183,7 @@ def list_keys(output: FormatOption = Format.TABLE) -> None:
     ]
     table = columns(("ID", "NAME", "SCOPES", "MODELS", *ALLOWED, "CREATED", "EXPIRES"), rows) if rows else "no keys"
     listed = [_as_dict(key) for key in ring.keys]
-    data = {"demanded": ring.requires_key(now), "keyless_until": ring.keyless_until, "keys": listed}
+    data = {"required": ring.requires_key(now), "keyless_until": ring.keyless_until, "keys": listed}
     show(data, output, table)
     if output is Format.TABLE and not ring.requires_key(now):
         say(access(ring, now))

@@ -55,10 +55,10 @@ def check_listening(settings: Settings) -> None:
     if settings["insecure"] and (open_to_all or ring.requires_key(now)):
         where = "on the network" if open_to_all else "here"
         message = f"--insecure: requests to {host} {where} are accepted without a key"
-        complain([Problem("keys-not-demanded", "warning", "", message, "remove --insecure to require keys")])
+        complain([Problem("keys-not-required", "warning", "", message, "remove --insecure to require keys")])
     elif ring.keys and not open_to_all and not ring.requires_key(now):
         hint = "run `corewright keys close` to require keys"
-        complain([Problem("keys-not-demanded", "warning", "", access(ring, now), hint)])
+        complain([Problem("keys-not-required", "warning", "", access(ring, now), hint)])
     if open_to_all and cert is None:
         message = f"{host} is not loopback, and TLS is off: keys and prompts are sent unencrypted"
         hint = "set --tls-cert FILE and --tls-key FILE, or put a proxy with TLS in front"

@@ -253,7 +253,7 @@ class Gateway:
     # Routes
 
     def openapi(self, exchange: Exchange) -> None:
-        exchange.respond(200, _document(self.gate.demands_keys, self._settings.sagemaker))
+        exchange.respond(200, _document(self.gate.requires_keys, self._settings.sagemaker))
 
     def tokenize(self, exchange: Exchange) -> Awaitable[None] | None:
         if self._forwarded(exchange):

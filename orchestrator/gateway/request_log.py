@@ -77,7 +77,7 @@ class RequestLog:
         request, key = exchange.request, exchange.key
         if request.path in OPEN and exchange.status == 200:
             return  # a probe, every second or so
-        if key is None and self._gate.demands_keys:
+        if key is None and self._gate.requires_keys:
             self._unauthenticated[exchange.status or CLIENT_GONE] += 1  # a line for each could fill the disk
             return
         prompts = self._with_texts and note is not None

@@ -44,7 +44,7 @@ class Authenticator:
         self._used: dict[str, float] = {}  # the last use of a key, by id; monotonic seconds
 
     @property
-    def demands_keys(self) -> bool:
+    def requires_keys(self) -> bool:
         """True on the network always; on loopback once the home has a key, except in a grace period or after `keys
         open`."""
         return not self._insecure and (not self._on_loopback or self._closed())
@@ -89,7 +89,7 @@ class Authenticator:
             exchange.key = cached.key
             self._used[cached.key.id] = time.monotonic()
             return
-        if not (required := self.demands_keys) and (self._insecure or not self._ring.keys):
+        if not (required := self.requires_keys) and (self._insecure or not self._ring.keys):
             return
         header = headers.get(b"authorization", b"")
         try:
@@ -108,7 +108,7 @@ class Authenticator:
 
     def early(self, headers: dict[bytes, bytes]) -> ApiError | None:
         """Returns the error for a request with these headers, before its body is read; None when it may go on."""
-        if self.demands_keys:
+        if self.requires_keys:
             try:
                 self._key_of(headers, time.time())
             except ApiError as error:
@@ -136,7 +136,7 @@ class Authenticator:
             exchange.add_headers(_cors(origin))
             return
         host = request.headers.get(b"host", b"").decode("latin-1")
-        same = origin.partition("://")[2] == host and (self.demands_keys or is_loopback(host_name(host)))
+        same = origin.partition("://")[2] == host and (self.requires_keys or is_loopback(host_name(host)))
         if not same and request.method != "GET":
             raise errors.origin_not_allowed(origin)
 

@@ -340,7 +340,7 @@ def test_the_first_key_closes_the_gateway_at_the_given_time(file: KeyFile) -> No
     assert [file.read().requires_key(NOW + at) for at in (2, 59.9, 60)] == [False, False, True]
     file.create("soon", activate_at=NOW + 30, now=NOW + 2)
     assert [file.read().requires_key(NOW + at) for at in (29.9, 30)] == [False, True]
-    assert failed(file.create, "late", activate_at=NOW + 90, now=NOW + 31).problem.id == "keys-demanded"
+    assert failed(file.create, "late", activate_at=NOW + 90, now=NOW + 31).problem.id == "keys-required"
     assert [key.name for key in file.read().keys] == ["ci", "other", "soon"]
 
 
@@ -588,7 +588,7 @@ def test_keys_open_and_close_are_audited_and_shown(running: Home, capsys: pytest
     capsys.readouterr()
     assert run(["keys", "list", "-o", "json"]) == 0
     shown = json.loads(capsys.readouterr().out)
-    assert (shown["demanded"], shown["keyless_until"]) == (False, file.read().keyless_until)
+    assert (shown["required"], shown["keyless_until"]) == (False, file.read().keyless_until)
     assert run(["keys", "close"]) == 0
     assert file.read().requires_key(time.time())
     assert run(["audit", "-o", "json"]) == 0

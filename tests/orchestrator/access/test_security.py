@@ -197,12 +197,12 @@ def test_up_listens_on_the_network_only_with_a_valid_key(home: Home, capsys: pyt
 def test_insecure_is_reported(home: Home, capsys: pytest.CaptureFixture[str]) -> None:
     """It starts, and reports who can use it."""
     assert checked(host="0.0.0.0", insecure=True) == ""
-    assert "warning: keys-not-demanded: --insecure: requests to 0.0.0.0 on the network" in capsys.readouterr().err
+    assert "warning: keys-not-required: --insecure: requests to 0.0.0.0 on the network" in capsys.readouterr().err
     assert checked(insecure=True) == ""
     assert capsys.readouterr().err == ""
     KeyFile(home.keys).create("ci")
     assert checked(insecure=True) == ""
-    assert "keys-not-demanded" in capsys.readouterr().err
+    assert "keys-not-required" in capsys.readouterr().err
 
 
 def test_certificates_are_verified_before_anything_starts(home: Home, tmp_path: Path) -> None:

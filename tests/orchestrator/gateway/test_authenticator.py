@@ -50,7 +50,7 @@ def test_a_key_is_required_on_the_network_always_and_on_loopback_once_one_exists
 
     authenticator = gate(tmp_path, host, insecure=insecure)
 
-    assert authenticator.demands_keys is demands
+    assert authenticator.requires_keys is demands
     if demands:
         with pytest.raises(ApiError) as refused:
             authenticator.admit(exchange())
@@ -70,7 +70,7 @@ def test_during_the_grace_period_a_key_counts_but_is_not_required_on_loopback(
     authenticator = gate(tmp_path, host)
     with_key = exchange(authorization=f"Bearer {text}")
     authenticator.admit(with_key)
-    assert (authenticator.demands_keys, with_key.key) == (demands, key)
+    assert (authenticator.requires_keys, with_key.key) == (demands, key)
     for without in (exchange(), exchange(authorization="Bearer anything")):
         if demands:
             with pytest.raises(ApiError):
@@ -104,11 +104,11 @@ def test_an_ended_grace_period_stays_over_when_the_clock_is_set_back(
     for at in (now, now + 61, now - 86400):
         monkeypatch.setattr(time, "time", lambda at=at: at)
         authenticator.refresh()
-        seen.append(authenticator.demands_keys)
+        seen.append(authenticator.requires_keys)
     assert seen == [False, True, True]
     file.open_keyless(now + 30)
     authenticator.refresh()
-    assert not authenticator.demands_keys
+    assert not authenticator.requires_keys
 
 
 def test_keys_in_use_are_counted_for_any_clock_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

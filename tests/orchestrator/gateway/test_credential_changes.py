@@ -129,7 +129,7 @@ def test_keys_are_replaced_under_load_without_a_failed_request(served: Served) -
         gateway.serve(routes("m", served))
         keys = KeyFile(Home(gateway.home).keys)
         _, steady_key = keys.create("steady")
-        until(lambda: ask(gateway.port, request("GET", "/v1/models")).status == 401, 5, "keys are demanded")
+        until(lambda: ask(gateway.port, request("GET", "/v1/models")).status == 401, 5, "keys are required")
         with Steady(gateway.port, clients=4, key=steady_key) as steady:
             for number in range(20):
                 _, text = keys.create(f"key-{number}")

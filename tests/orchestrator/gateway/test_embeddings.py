@@ -315,7 +315,7 @@ def test_a_key_is_charged_for_the_tokens_of_the_inputs(encoder: Make) -> None:
     try:
         gateway.serve(routes("e", encoder(), kind="embedding", max_len=MAX_LEN))
         _, secret = KeyFile(Home(gateway.home).keys).create("k", allowance=Allowance(tokens_per_minute=1000))
-        until(lambda: gateway.http.get("/v1/models").status_code == 401, 10, "a key is demanded")
+        until(lambda: gateway.http.get("/v1/models").status_code == 401, 10, "a key is required")
         headers = {"authorization": f"Bearer {secret}"}
         body = {"model": "e", "input": ["x" * 50] * 12}
         first = gateway.http.post("/v1/embeddings", json=body, headers=headers)

@@ -94,8 +94,8 @@ def test_without_keys_from_the_controller_every_request_is_rejected(tmp_path: Pa
     former.keep_routes(RouteTable(ready=True, stopping=False, token="t", models=[]), changed=True)
     files = ReceivedFiles(tmp_path, "f2")
     settings = GatewaySettings(host="127.0.0.1", port=1, home=str(tmp_path))
-    assert not Authenticator(settings, KeyFile(former.keys, required=True)).demands_keys
-    assert Authenticator(settings, KeyFile(files.keys, required=True)).demands_keys
+    assert not Authenticator(settings, KeyFile(former.keys, required=True)).requires_keys
+    assert Authenticator(settings, KeyFile(files.keys, required=True)).requires_keys
     assert files.routes() is None
 
 

@@ -341,7 +341,7 @@ def test_a_key_has_so_many_connections(opened: Open) -> None:
     gateway = opened(max_connections_per_key=2)
     keys = keys_of(gateway)
     (_, first), (_, second) = keys.create("one"), keys.create("two")
-    until(lambda: demands(gateway), 5, "keys are demanded")
+    until(lambda: demands(gateway), 5, "keys are required")
     held = [Wire(gateway.port) for _ in range(2)]
     for wire in held:
         wire.send(completion_with(first))
@@ -743,7 +743,7 @@ def test_scripts_of_named_origins_are_served(opened: Open) -> None:
     """Preflights and answers, errors among them, carry the headers; those of other origins are still refused."""
     gateway = opened(cors_origins=("https://app.example",))
     keys_of(gateway).create("any")
-    until(lambda: demands(gateway), 5, "keys are demanded")
+    until(lambda: demands(gateway), 5, "keys are required")
     preflight = request(
         "OPTIONS",
         "/v1/chat/completions",
@@ -829,7 +829,7 @@ def test_probes_need_no_key_but_all_other_routes_do(opened: Open) -> None:
     """A client without a key cannot discover the routes or the fields of a body."""
     gateway = opened()
     keys_of(gateway).create("one")
-    until(lambda: demands(gateway), 5, "keys are demanded")
+    until(lambda: demands(gateway), 5, "keys are required")
 
     for path in ("/livez", "/readyz", "/health", "/ping"):
         assert ask(gateway.port, request("GET", path)).status == 200
@@ -852,7 +852,7 @@ def test_a_client_without_a_key_cannot_send_a_long_body(opened: Open, length: st
     """It is rejected after its headers: nothing of the body is awaited or stored."""
     gateway = opened()
     _, key = keys_of(gateway).create("one")
-    until(lambda: demands(gateway), 5, "keys are demanded")
+    until(lambda: demands(gateway), 5, "keys are required")
     fields = {"transfer_encoding": "chunked"} if length == "chunked" else {"content_length": "8000000"}
     with Wire(gateway.port) as wire:
         wire.send(request("POST", "/v1/completions", authorization="Bearer wrong", **fields))  # type: ignore[arg-type]
@@ -869,7 +869,7 @@ def test_a_key_expires_on_open_connections_too(opened: Open) -> None:
     gateway = opened()
     keys = keys_of(gateway)
     keys.create("lasting")
-    until(lambda: demands(gateway), 5, "keys are demanded")
+    until(lambda: demands(gateway), 5, "keys are required")
     _, key = keys.create("short", expires=time.time() + 1.5)
     until(lambda: ask(gateway.port, completion_with(key)).status == 200, 1, "it is known")
     with Wire(gateway.port) as wire:
@@ -887,7 +887,7 @@ def test_a_revoked_key_ends_on_open_connections_too(opened: Open) -> None:
     gateway = opened()
     keys = keys_of(gateway)
     _, key = keys.create("one")
-    until(lambda: demands(gateway), 5, "keys are demanded")
+    until(lambda: demands(gateway), 5, "keys are required")
     with Wire(gateway.port) as wire:
         wire.send(completion_with(key))
         assert wire.answer().status == 200
@@ -912,7 +912,7 @@ def test_a_stream_that_began_before_its_key_was_revoked_is_completed() -> None:
         gateway.serve(routes("m", slow))
         keys = keys_of(gateway)
         _, key = keys.create("one")
-        until(lambda: demands(gateway), 5, "keys are demanded")
+        until(lambda: demands(gateway), 5, "keys are required")
         with Wire(gateway.port) as wire:
             wire.send(completion_with(key, stream=True, max_tokens=300))
             wire.read_until(b"data: ")
@@ -934,7 +934,7 @@ def test_a_broken_or_lost_key_file_opens_nothing(opened: Open) -> None:
     gateway = opened()
     keys = keys_of(gateway)
     _, key = keys.create("one")
-    until(lambda: demands(gateway), 5, "keys are demanded")
+    until(lambda: demands(gateway), 5, "keys are required")
     path: Path = keys.path
 
     for harm in (lambda: path.write_text('{"version": 1, "keys": ['), path.unlink):
@@ -950,7 +950,7 @@ def test_two_keys_in_one_request_are_rejected(opened: Open) -> None:
     gateway = opened()
     _, key = keys_of(gateway).create("one")
     _, other = keys_of(gateway).create("other")
-    until(lambda: demands(gateway), 5, "keys are demanded")
+    until(lambda: demands(gateway), 5, "keys are required")
     until(lambda: ask(gateway.port, post(SMALL, x_api_key=other)).status == 200, 5, "the gateway knows the keys")
     for first, second in ((key, "x"), ("x", key), (key, other)):
         data = post(SMALL, authorization=f"Bearer {first}", AUTHORIZATION=f"Bearer {second}")
@@ -967,7 +967,7 @@ def test_one_key_may_be_in_both_headers(opened: Open) -> None:
     _, key = keys_of(gateway).create("one")
     data = post(SMALL, authorization=f"Bearer {key}", x_api_key=key)
 
-    until(lambda: demands(gateway), 5, "keys are demanded")
+    until(lambda: demands(gateway), 5, "keys are required")
 
     assert ask(gateway.port, data).status == 200
 

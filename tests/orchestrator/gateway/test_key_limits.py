@@ -215,7 +215,7 @@ def test_every_response_to_a_limited_key_has_its_limits(replica: Callable[..., S
             body = {"model": "m", "prompt": "hello", "max_tokens": 7, **fields}
             return live.http.post("/v1/completions", json=body, headers={"Authorization": f"Bearer {text}"})
 
-        until(lambda: live.http.get("/v1/models").status_code == 401, 5, "a key is demanded")
+        until(lambda: live.http.get("/v1/models").status_code == 401, 5, "a key is required")
         first, second, third = ask(), ask(stream=True, max_tokens=900), ask()
         assert [answer.status_code for answer in (first, second, third)] == [200, 200, 429]
         assert third.json()["error"]["code"] == "rate_limit_exceeded"
@@ -248,7 +248,7 @@ def test_a_disconnected_client_frees_its_place(replica: Callable[..., Served]) -
         def ask() -> int:
             return live.http.post("/v1/completions", json={**body, "max_tokens": 1}, headers=headers).status_code
 
-        until(lambda: live.http.get("/v1/models").status_code == 401, 5, "a key is demanded")
+        until(lambda: live.http.get("/v1/models").status_code == 401, 5, "a key is required")
         with live.http.stream("POST", "/v1/completions", json=body, headers=headers) as running:
             assert running.status_code == 200
             assert ask() == 429
@@ -269,7 +269,7 @@ def test_a_disconnected_client_pays_for_a_prompt_that_a_replica_has(
     try:
         ci, text = KeyFile(Home(live.home).keys).create("ci", allowance=Allowance(tokens_per_minute=200))
         live.serve(routes("m", served), routes("e", encoder, kind="embedding", max_len=64))
-        until(lambda: live.http.get("/v1/models").status_code == 401, 5, "a key is demanded")
+        until(lambda: live.http.get("/v1/models").status_code == 401, 5, "a key is required")
         limits, body = live._server.gateway._limits, json.dumps(fields)
         with socket.create_connection(("127.0.0.1", live.port), timeout=10) as client:
             head = f"host: x\r\nauthorization: Bearer {text}\r\ncontent-length: {len(body)}"
@@ -293,7 +293,7 @@ def test_tokens_of_encoded_inputs_count_towards_the_limit() -> None:
             headers = {"Authorization": f"Bearer {text}"}
             return live.http.post("/v1/embeddings", json={"model": "e", "input": inputs}, headers=headers)
 
-        until(lambda: live.http.get("/v1/models").status_code == 401, 5, "a key is demanded")
+        until(lambda: live.http.get("/v1/models").status_code == 401, 5, "a key is required")
         first, second = embed("a" * 60, "b" * 60), embed("a" * 60, "b" * 60)
         assert [first.status_code, second.status_code] == [200, 429]
         assert 80 <= int(first.headers["x-ratelimit-remaining-tokens"]) <= 85

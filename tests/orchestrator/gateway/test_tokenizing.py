@@ -61,7 +61,7 @@ def ask(gateway: LiveGateway) -> Ask:
         headers = {"authorization": f"Bearer {secret}"}
         return gateway.http.post(path, json={"model": "m", **fields}, headers=headers)
 
-    until(lambda: gateway.http.get("/v1/models").status_code == 401, 10, "a key is demanded")
+    until(lambda: gateway.http.get("/v1/models").status_code == 401, 10, "a key is required")
     until(lambda: post("/v1/completions").status_code == 400, 10, "the gateway knows the key")
     return post
 
