@@ -356,22 +356,21 @@ def refusal(fleet: LiveFleet, path: Path, epoch: int) -> str:
 def test_maintenance_of_all_hosts_loses_none_of_eighty_streams(fleet: LiveFleet, admin: Admin) -> None:
     """The replicas of each host start elsewhere, then it is empty; every stream is complete."""
     hosts = sorted(admin.status()["hosts"], key=lambda host: -host["leased"])
-    command = ["roll", "--wait", "operator", *(host["name"] for host in hosts)]
     for host in hosts:
+        name = host["name"]
         streams = [Streamed(fleet, MODELS[i % 3], f"drained {i}", 400) for i in range(80 // len(hosts))]
         assert all(stream.begun.wait(30) for stream in streams)
-        result = fleet.corewright("hosts", *command)
-        assert result.returncode == 0, result.stderr
-        until(lambda: admin.status()["maintenance"]["phase"] == "waiting", 60, f"{host['name']} is empty")
+        result = fleet.corewright("drain", name, "--wait", "--timeout", "60")
+        assert (result.returncode, result.stdout) == (0, f"{name}: empty\n"), result.stderr
         assert all(stream.done.wait(60) for stream in streams)
         assert [stream.error or stream.broken for stream in streams] == [None] * len(streams)
         assert [stream.text for stream in streams] == [echo_text(f"drained {i}", 400) for i in range(len(streams))]
-        entry = host_of(admin, host["name"])
-        assert (entry["draining"], entry["cordoned"], entry["free_cordoned"]) == (True, "all", 24)
-        command = ["continue"]
-    assert fleet.corewright("hosts", *command).returncode == 0
+        entry = host_of(admin, name)
+        assert (entry["draining"], entry["cordoned"], entry["free_cordoned"], entry["busy"]) == (True, "all", 24, 0)
+        for command in (["uncordon", name], ["hosts", "wait", name, "--timeout", "60"]):
+            assert fleet.corewright(*command).returncode == 0
     status = settle(fleet, admin)
-    assert (status["maintenance"], [host["cordoned"] for host in status["hosts"]]) == (None, [[]] * len(hosts))
+    assert [host["cordoned"] for host in status["hosts"]] == [[]] * len(hosts)
 
 
 def test_a_canary_gets_its_share_and_is_promoted(fleet: LiveFleet, admin: Admin, tmp_path: Path) -> None:
