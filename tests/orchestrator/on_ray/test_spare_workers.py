@@ -58,7 +58,8 @@ def test_a_fork_without_work_is_a_spare_one(titles: list[str], is_there: bool) -
     with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
 
         def shown() -> list[str]:
-            return sorted(fork.cmdline()[0] for fork in psutil.Process(process.pid).children())
+            forks = psutil.Process(process.pid).children()
+            return sorted(" ".join(fork.cmdline()[:1]) for fork in forks)  # empty while it is replaced
 
         until(lambda: shown() == sorted(title or sys.executable for title in titles), DEADLINE_S, "the forks")
         spare, forks = has_spare(process.pid), psutil.Process(process.pid).children()

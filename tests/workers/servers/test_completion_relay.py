@@ -123,6 +123,10 @@ class FakeServer:
             del self.adapters[name]
         return web.Response(text="Success")
 
+    def call(self, function: Callable[[], object]) -> None:
+        """Calls a function on the server's event loop."""
+        self._loop.call_soon_threadsafe(function)
+
     def release(self) -> None:
         self._loop.call_soon_threadsafe(self.go.set)
 
@@ -641,9 +645,10 @@ def test_a_server_that_cannot_load_new_adapters_keeps_its_own(
 
 def test_a_waiting_adapter_is_not_overtaken(server: FakeServer, adapted: CompletionRelay, received: Received) -> None:
     """Or the requests of loaded ones could keep it waiting forever."""
+    first_ends = asyncio.Event()
 
     async def waiting(server: FakeServer, body: dict[str, Any], response: web.StreamResponse) -> None:
-        await server.go.wait()
+        await {"tiny:x": first_ends, "tiny:y": server.go}.get(body["model"], first_ends).wait()
         await echo(server, body, response)
 
     server.answer = waiting
@@ -652,8 +657,9 @@ def test_a_waiting_adapter_is_not_overtaken(server: FakeServer, adapted: Complet
     until(lambda: server.live == 2, DEADLINE_S, "both run")
     adapted.submit(request("z", adapter="z"))
     adapted.submit(request("later", adapter="x"))
-    server.release()
+    server.call(first_ends.set)  # while the request for y runs on
     received.end("later")
+    server.release()
 
     assert [body["model"] for body in server.bodies[2:]] == ["tiny:z", "tiny:x"]
 
