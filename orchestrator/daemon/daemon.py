@@ -204,7 +204,9 @@ class Daemon:
             self._report(f"{request}: draining for at most {drain_s:.0f} s (a second signal stops immediately)")
             code = 0
         except (_Interrupted, SystemExit) as reason:  # SystemExit: Ray's own handler, while Ray starts
-            self._report(f"{reason}: ended before the fleet was ready")
+            number = reason.code if isinstance(reason, SystemExit) else None
+            cause = signal.Signals(number).name if number in SIGNALS else str(reason)
+            self._report(f"{cause}: ended before the fleet was ready")
         except Exception as error:  # noqa: BLE001 - it is reported
             failed = _as_failed(error)
             outcome = failed.problem.id

@@ -133,6 +133,20 @@ def test_a_signal_during_the_start_of_the_fleet_ends_it_and_leaves_nothing(home:
 
     assert live.stop(signal.SIGINT) == 1
 
-    assert "ended before the fleet was ready" in live.output()
+    assert "SIGINT: ended before the fleet was ready" in live.output()
+    assert live.processes() == []
+    assert not Home(home).record_file.exists()
+
+
+@pytest.mark.live
+def test_down_ends_a_fleet_whose_controller_has_not_started(home: Path) -> None:
+    """It waits until nothing is left."""
+    live = LiveFleet(SPEC, home=home)
+    until(lambda: "starting Ray" in live.output(), 60, "it starts")
+
+    assert live.corewright("down").returncode == 0
+
+    assert live.process.wait(10) == 1
+    assert "SIGTERM: ended before the fleet was ready" in live.output()
     assert live.processes() == []
     assert not Home(home).record_file.exists()
