@@ -223,7 +223,8 @@ class Generation:
         choices = [Choice(i, prompts[i // copies], echoes[i // copies]) for i in range(len(requests))]
         answer = self._answer(exchange, body, choices)
         usage = body.stream_options is not None and body.stream_options.include_usage
-        note = Note(queue.label(body.model), bool(body.stream), prompt_tokens=answer.prompt_tokens)
+        label = queue.label(body.model)
+        note = Note(label, bool(body.stream), prompt_tokens=answer.prompt_tokens, guided_by=body.guided_by)
         settings = self._settings
         reply = Reply(exchange, answer, note, self._metrics, usage, settings.keep_alive_s, settings.log_prompts)
         self.trace(exchange, queue, GENERATING[exchange.request.path])

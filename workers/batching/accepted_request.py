@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from workers.batching.sampling import Sampling
-from workers.messages.requests import FinishReason, GenerateRequest, TokenEvent, TokenLogprobs
+from workers.messages.requests import GUIDE, FinishReason, GenerateRequest, TokenEvent, TokenLogprobs
 from workers.text.detokenizer import AnswerText
 
 
@@ -53,8 +53,9 @@ class AcceptedRequest:
         if token is None:
             if self.sampler is None:
                 return self.end(FinishReason.ERROR, "the engine returned no token")
-            by_guide = self.sampler.guide is not None and self.sampler.guide.error is not None  # the client's schema
-            return self.end(FinishReason.INVALID if by_guide else FinishReason.ERROR, self.sampler.error)
+            if self.sampler.guide is not None and self.sampler.guide.error is not None:  # the client's schema
+                return self.end(FinishReason.INVALID, self.sampler.error, GUIDE)
+            return self.end(FinishReason.ERROR, self.sampler.error)
         self.token_before_last = self.last_token if self.produced else request.prompt_ids[-1]
         self.produced += 1
         self.last_token = token
@@ -102,5 +103,5 @@ class AcceptedRequest:
             return text, FinishReason.STOP if self.answer.stopped else FinishReason.LENGTH
         return text, None
 
-    def end(self, finish: FinishReason, error: str | None = None) -> TokenEvent:
-        return TokenEvent(id=self.request.id, finish=finish, error=error)
+    def end(self, finish: FinishReason, error: str | None = None, param: str = "") -> TokenEvent:
+        return TokenEvent(id=self.request.id, finish=finish, error=error, param=param)

@@ -8,6 +8,7 @@ from collections.abc import Collection
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from workers.messages.requests import GUIDE, InvalidField
 from workers.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -39,8 +40,8 @@ class Guides:
     def start(self, schema: str) -> Guide:
         """Returns the guide of a new answer. Takes up to a second for a large schema that is not compiled yet.
 
-        Raises ValueError for text that is not JSON, for a schema that no value satisfies or that llguidance does not
-        support, where llguidance is not installed, and where llguidance cannot read the tokenizer.
+        Raises InvalidField for text that is not JSON, and for a schema that no value satisfies or that llguidance does
+        not support; ValueError where llguidance is not installed, and where llguidance cannot read the tokenizer.
         """
         try:
             import llguidance  # noqa: F401
@@ -53,7 +54,7 @@ class Guides:
         with self._compiling:
             compiled = self._compiled(schema)
             if isinstance(compiled, str):
-                raise ValueError(compiled)
+                raise InvalidField(GUIDE, compiled)
             return Guide(compiled.deep_copy(), vocabulary.vocab_size, frozenset(vocabulary.eos_tokens))
 
     def _compile(self, schema: str) -> Any:

@@ -22,6 +22,9 @@ class FinishReason(str, Enum):
     ERROR = "error"  # the engine failed; TokenEvent.error has the cause
 
 
+GUIDE = "guide"  # the field of a JSON schema, which clients send in one of several fields
+
+
 class InvalidField(ValueError):
     """A field of a request has a value that the engine cannot use."""
 

@@ -230,6 +230,11 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             return []
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
+    @property
+    def guided_by(self) -> str:
+        """The field with the JSON schema that the answer must match."""
+        return "response_format"
+
     def guide(self) -> str | None:
         """Returns the JSON schema that the answer must match, as text; None for free text. Raises ApiError."""
         format = self.response_format
@@ -291,6 +296,10 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
         if not self.tools:
             return "none"
         return self.tool_choice or "auto"
+
+    @property
+    def guided_by(self) -> str:
+        return "tools" if self.calling not in ("none", "auto") else super().guided_by
 
     def guide(self) -> str | None:
         """Returns the schema of forced calls, so that the calls are certain and readable; else as SamplingFields."""

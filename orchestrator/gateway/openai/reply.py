@@ -15,7 +15,7 @@ from orchestrator.gateway.openai.answers import AnswerWriter, Choice
 from orchestrator.gateway.openai.errors import ApiError
 from orchestrator.gateway.serving.ticket import Ticket
 from orchestrator.scaling.demand_report import RoutingDecision, undecided
-from workers.messages.requests import FinishReason, GenerateRequest, TokenEvent
+from workers.messages.requests import GUIDE, FinishReason, GenerateRequest, TokenEvent
 
 if TYPE_CHECKING:
     from orchestrator.gateway.openai.request_builder import Prompts
@@ -39,6 +39,7 @@ class Note(msgspec.Struct, eq=False):
     reason: str | None = None  # why the answer ended
     answer: str | None = None  # its text, if answers are logged
     decision: RoutingDecision | None = None  # if it was recorded
+    guided_by: str | None = None  # the field with the answer's JSON schema
 
 
 class Reply(msgspec.Struct, eq=False):
@@ -108,7 +109,7 @@ class Reply(msgspec.Struct, eq=False):
             self._note.answer = (self._note.answer or "") + "".join(event.text for event in stream.events)
         if last.finish in REFUSED:
             self._end(ticket, now, "error")
-            self.fail(failure_of(last, self._note.model))
+            self.fail(failure_of(last, self._note.model, self._note.guided_by))
             return
         if last.finish is not None:
             if last.part is not None:
@@ -265,12 +266,13 @@ def decision_headers(exchange: Exchange, note: Note, ticket: Ticket, now: float)
     return headers
 
 
-def failure_of(event: TokenEvent, model: str) -> ApiError:
+def failure_of(event: TokenEvent, model: str, guided_by: str | None = None) -> ApiError:
     """Returns the error of a request that the replica cannot serve, or whose engine failed."""
     if event.finish is FinishReason.INVALID:
+        param = guided_by if event.param == GUIDE else event.param
         if event.part is not None and event.part.status:
             return errors.rejected_by_server(event.part.status, event.error or "the server gave no cause")
-        return errors.invalid(event.error or "the replica cannot serve this request", param=event.param or None)
+        return errors.invalid(event.error or "the replica cannot serve this request", param=param or None)
     if event.finish is FinishReason.UNSERVED:
         return errors.server_unavailable(model, event.error or "the server gave no cause")
     return errors.engine_failed(model, event.error or "the replica reported no cause")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,10 @@ import pytest
 from orchestrator.gateway.openai.body_reader import read_chat
 from orchestrator.gateway.openai.errors import ApiError
 from orchestrator.gateway.openai.schemas import schema_text
+from tests.checkpoints import EOS_ID
+from tests.orchestrator.gateways import LiveGateway, routes
+from tests.orchestrator.scripted import ScriptedReplica, save_tools_tokenizer
+from tests.workers.tables import TableEngine, table
 
 
 def properties(count: int) -> dict[str, Any]:
@@ -122,3 +127,42 @@ def test_descriptive_keys_of_a_schema_do_not_count() -> None:
 def test_a_schema_within_the_limits_is_unchanged(schema: Any) -> None:
     """The replica reports whether it can be followed."""
     assert json.loads(schema_text(schema, "tools")) == schema
+
+
+ENDLESS = {"$ref": "#"}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": ENDLESS}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": "x"}], "response_format": FORMAT},
+            "response_format",
+        ),
+        ("completions", {"prompt": "x", "response_format": FORMAT}, "response_format"),
+        (
+            "responses",
+            {"input": "x", "text": {"format": {"type": "json_schema", "name": "x", "schema": ENDLESS}}},
+            "text",
+        ),
+    ],
+)
+def test_a_schema_that_a_replica_refuses_names_its_field(
+    path: str, body: dict[str, Any], param: str, tmp_path: Path
+) -> None:
+    """By the client's name of it."""
+    tokenizer = save_tools_tokenizer(tmp_path, "<tool_call>")
+    engine = TableEngine(table(tokenizer.vocab_size, spread=2.0), max_len=200, eos=[EOS_ID])
+    replica = ScriptedReplica(engine, tokenizer)
+    gateway = LiveGateway()
+    try:
+        gateway.serve(routes("m", replica, engine="cpu", source=str(tmp_path), max_len=200))  # type: ignore[arg-type]
+        answer = gateway.http.post(f"/v1/{path}", json={"model": "m", **body})
+        error = answer.json()["error"]
+        assert (answer.status_code, (error["param"] or "").partition(".")[0]) == (400, param), error
+        assert "the JSON schema is not supported" in error["message"]
+    finally:
+        gateway.close()
+        replica.close()
