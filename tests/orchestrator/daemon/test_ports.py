@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -71,3 +74,21 @@ def test_a_port_taken_while_ray_starts_is_reported() -> None:
         assert fleet.processes() == []
     finally:
         fleet.clean()
+
+
+def test_one_port_for_the_gateway_and_the_admin_api_is_refused_before_the_start(tmp_path: Path) -> None:
+    """Each would be free by itself."""
+    (tmp_path / "spec.yaml").write_text(SPEC)
+    port = str(free_port())
+    command = [sys.executable, "-m", "orchestrator.cli.main", "up", str(tmp_path / "spec.yaml")]
+    result = subprocess.run(
+        [*command, "--port", port, "--admin-port", port],
+        env={**os.environ, "COREWRIGHT_HOME": str(tmp_path / "home")},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert result.returncode == 1
+    assert f"error: port-in-use: --port and --admin-port are both {port}" in result.stderr
+    assert "starting" not in result.stderr
