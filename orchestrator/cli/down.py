@@ -52,10 +52,10 @@ def down(
     try:
         client.post("down")
     except Failed as failed:
-        # nobody has got the request; a signal while the fleet ends would end running requests at once
+        # no process has received the request; while the fleet ends, a signal would abort its running requests
         if client.record is None or not isinstance(failed, NoListener):
             raise
-        if not (now := home.read_record()) or not now.ending:
+        if not (current := home.read_record()) or not current.ending:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(client.record.pid, signal.SIGTERM)
     if client.record is None:

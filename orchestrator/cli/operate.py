@@ -9,7 +9,7 @@ import typer
 from orchestrator.cli.app import DeadlineOption, FormatOption, ModelArgument, app, bad_parameter
 from orchestrator.cli.client import the_fleet
 from orchestrator.cli.fleet_names import names_of
-from orchestrator.cli.hosts import drained
+from orchestrator.cli.hosts import wait_empty, wait_replaced
 from orchestrator.cli.output import Format, show
 from placements.facts.core_range import CoreRange
 from placements.facts.plural import plural
@@ -110,5 +110,8 @@ def drain(
     if not wait:
         show(reply, output, f"{target}: draining")
         return
-    host = drained(client, target, reply.get("epoch"), timeout)
-    show(host or reply, output, f"{target}: {'empty' if host else 'replaced'}")
+    if "epoch" in reply:
+        wait_replaced(client, target, reply["epoch"], timeout)
+        show(reply, output, f"{target}: replaced")
+    else:
+        show(wait_empty(client, target, timeout), output, f"{target}: empty")

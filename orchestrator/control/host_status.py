@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Any
 
 from orchestrator.fleet.effects import CoreOwner, FailedCore
 from orchestrator.fleet.fleet_status import (
@@ -20,14 +18,10 @@ from orchestrator.state.fleet_state import FleetState
 from placements.facts.core_range import ranges
 from placements.facts.topology import Host
 
-NONE: Mapping[str, Any] = MappingProxyType({})
-
 log = logging.getLogger(__name__)
 
 
-def host_statuses(
-    state: FleetState, nodes: Mapping[str, str | None] = NONE, requests: Mapping[str, int] = NONE
-) -> list[HostInFleet]:
+def host_statuses(state: FleetState, nodes: Mapping[str, str | None], requests: Mapping[str, int]) -> list[HostInFleet]:
     """Returns the hosts that the fleet uses. ``nodes`` are their Ray nodes, ``requests`` those in their gateways."""
     kept = state.kept
     return [

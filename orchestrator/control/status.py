@@ -205,7 +205,7 @@ def status(
 
 def record_conditions(state: FleetState, conditions: Conditions, *, ready: bool) -> None:
     """Records since when the conditions hold, without the rest of the status: that takes longer than a decision."""
-    hosts = host_statuses(state)
+    hosts = host_statuses(state, {}, {})
     conditions.report("fleet", _fleet_conditions(state, ready, hosts))
     for model in state.current.spec.models:
         conditions.report(model.name, _model_conditions(state, model))

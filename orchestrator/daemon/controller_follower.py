@@ -89,7 +89,8 @@ class ControllerFollower:
                 continue
             except (ActorUnavailable, CallFailed):
                 return False
-            return False
+            else:
+                return False
         return True
 
     def _end_hung(self, cause: str) -> None:

@@ -605,7 +605,9 @@ class FakeFleet:
     async def trace(self, after: str, limit: int) -> dict[str, Any]:
         self._asked("trace", after, limit)
         if after not in ("", "g:1", "g:2"):
-            raise OperationRefused("trace-cursor-wrong", f"{after} is no place of a trace", "begin without", status=400)
+            raise OperationRefused(
+                "trace-cursor-wrong", f"{after} is not a position in a trace", "begin without", status=400
+            )
         begin = int(after[2:] or 0)
         page = TRACE[begin : begin + limit]
         end = begin + len(page)

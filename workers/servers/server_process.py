@@ -153,7 +153,8 @@ class ServerProcess:
     def wait(self) -> int:
         """Waits for the end of all its processes. Returns the exit code of the first one, 128 + N after a signal N.
 
-        A stopped keeper is continued: nobody else notices the end of the server. To kill it would end a healthy one."""
+        A stopped keeper is continued, since only the keeper notices the end of the server; killing it would end a
+        healthy server."""
         while (code := self._keeper.poll()) is None:
             with contextlib.suppress(ProcessLookupError):  # another thread may have waited for it meanwhile
                 ended = os.pidfd_open(self._keeper.pid)

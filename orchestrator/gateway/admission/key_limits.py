@@ -78,7 +78,7 @@ class KeyLimits:
         if least is not None and per_minute is not None and least <= per_minute < tokens:
             tokens = per_minute
         live = self._live.get(key.id, 0)
-        outcome = reserve(self._of(key), key, live + self._live_elsewhere.get(key.id, 0), tokens, now)
+        outcome = reserve(self._counts_of(key), key, live + self._live_elsewhere.get(key.id, 0), tokens, now)
         if isinstance(outcome, Exceeded):
             raise _refusal(outcome)
         self._counts[key.id] = outcome
@@ -88,14 +88,14 @@ class KeyLimits:
 
     def release(self, key: ApiKey, reserved: int, used: int, at: float, now: float) -> None:
         """Settles a reservation of ``reserved`` tokens at ``at``, of which ``used`` were used."""
-        before = self._of(key)
+        before = self._counts_of(key)
         after = self._counts[key.id] = settle(before, key, reserved, used, at, now)
         self._note(key.id, 0.0, after.tokens - refill(before, key, now).tokens)
         live = self._live.pop(key.id, 1) - 1
         if live > 0:
             self._live[key.id] = live
 
-    def _of(self, key: ApiKey) -> KeyCounts:
+    def _counts_of(self, key: ApiKey) -> KeyCounts:
         return self._counts.get(key.id, UNUSED)
 
     def _note(self, id: str, requests: float, tokens: float) -> None:
@@ -126,13 +126,13 @@ class KeyLimits:
         for item in usage:
             key = ring.by_id(item.key)
             if key is not None and (item.requests or item.tokens):
-                self._counts[key.id] = charge(self._of(key), key, item.requests, item.tokens, now)
+                self._counts[key.id] = charge(self._counts_of(key), key, item.requests, item.tokens, now)
 
     def headers(self, key: ApiKey | None, now: float) -> Sequence[tuple[bytes, bytes]]:
         """Returns OpenAI's rate limit headers for the key; empty for a key without such limits."""
         if key is None or (key.requests_per_minute is None and key.tokens_per_minute is None):
             return ()
-        requests, tokens = remaining(self._of(key), key, now)
+        requests, tokens = remaining(self._counts_of(key), key, now)
         return [*_headers(b"requests", requests), *_headers(b"tokens", tokens)]
 
 

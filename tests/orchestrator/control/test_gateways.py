@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from orchestrator.fleet.gateway_places import ClusterMachine, GatewayPlace, wanted_gateways
 from orchestrator.fleet.key_usage import KeyUsage, KeyUsageExchange
 from orchestrator.process.home import FleetRecord
-from orchestrator.scaling.demand_report import DemandReport
+from orchestrator.scaling.demand_report import DemandReport, DemandWindow
 from tests.orchestrator.fakes import FakeCluster, Played, virtually
 from workers.messages.notice import Notice
 
@@ -187,3 +187,15 @@ def test_live_requests_count_at_other_gateways_until_their_gateway_is_forgotten(
     exchange.forget("g2")
     assert exchange.receive("g1", [KeyUsage("k", live=1)]) == []
     assert exchange.receive("g3", []) == [KeyUsage("k", live=1)]
+
+
+def test_a_host_is_busy_while_its_gateway_has_requests(tmp_path: Path) -> None:
+    """Also without a replica: its machine must not be stopped."""
+
+    async def story(played: Played, cluster: FakeCluster) -> None:
+        before = {host.name: host.busy for host in played.controller.status().hosts}
+        await reported(played, HOSTS[1], models=[DemandWindow(model="a", waiting=1, live=2)])
+        busy = {host.name: host.busy for host in played.controller.status().hosts}
+        assert busy == {**before, HOSTS[1]: before[HOSTS[1]] + 3}
+
+    play(tmp_path, story)

@@ -63,7 +63,7 @@ async def reached(played: Played, condition: Callable[[], bool], least: dict[str
 def test_every_host_is_emptied_in_turn_while_each_model_serves(
     tmp_path: Path, text: str, deadline_s: float | None, least: dict[str, int]
 ) -> None:
-    """With all replicas, or where there is no room and the operator allows it, with one."""
+    """With all replicas; or with one, where the other host has no room and the operator allows it."""
 
     async def story(played: Played) -> None:
         for name in HOSTS:

@@ -111,6 +111,7 @@ def test_a_second_signal_ends_at_once(home: Path) -> None:
     assert stream.begun.wait(20)
     live.process.send_signal(signal.SIGTERM)
     until(lambda: "draining" in live.output(), 10, "the drain has begun")
+    until(lambda: (record := Home(home).read_record()) and record.ending, 10, "its record says so, to `down`")
 
     began = time.monotonic()
     live.process.send_signal(signal.SIGTERM)
