@@ -159,13 +159,7 @@ LAYERS: dict[str, set[str]] = {
         "orchestrator.rollout",
         "orchestrator.scaling",
     },
-    "orchestrator.starts": {
-        "orchestrator.fleet",
-        "orchestrator.process",
-        "orchestrator.records",
-        "orchestrator.revisions",
-        "orchestrator.state",
-    },
+    "orchestrator.starts": {"orchestrator.process", "orchestrator.records", "orchestrator.revisions"},
     "orchestrator.compiling": {"orchestrator.process", "orchestrator.revisions", "orchestrator.starts"},
     "orchestrator.control": {
         "orchestrator.fleet",

@@ -78,7 +78,7 @@ class Operator(SpecPreview, ActionPreview, ReplicaOperations, FleetQueries):
         revision = msgspec.structs.replace(revision, number=state.next_number, plan=summary)
         revision = await self._write(revision)
         state.install(dataclasses.replace(generation, revision=revision), outlook.first)
-        self._controller.replicas.renew_deadlines()
+        self._controller.table.renew_deadlines()
         state.records.event("info", "Applied", f"revision {revision.number} by {revision.by}, {changes_text(proposal)}")
         self._controller.wake_up()
         return {"changed": True, "revision": revision.number, "index": state.records.state.index, "plan": proposal}

@@ -25,13 +25,13 @@ from orchestrator.control.host_watch import HostWatch
 from orchestrator.control.live_requests import LiveRequests
 from orchestrator.control.load_history import LoadHistory
 from orchestrator.control.reconcile import Action, Drain, Fail, Forget, Release, Start, Stop, reconcile
+from orchestrator.control.replica_life import ReplicaLives
 from orchestrator.control.replica_table import ReplicaTable
-from orchestrator.control.replica_tasks import ReplicaTasks
 from orchestrator.control.scaling_loop import Scaler
 from orchestrator.control.speed_measurement import SpeedMeasurement
 from orchestrator.control.stand_by import StandBy
 from orchestrator.control.status import Conditions, record_conditions, route_table, status
-from orchestrator.control.update_prefetch import UpdatePrefetch
+from orchestrator.control.update_preparations import UpdatePreparations
 from orchestrator.fleet.effects import ClusterClient
 from orchestrator.fleet.fleet_status import FleetStatus
 from orchestrator.fleet.leaving_host import replicas_to_end
@@ -87,9 +87,9 @@ class Controller:
         self._closing = False
         self._settled = asyncio.Event()  # set once surviving replicas are adopted
         self.hosts = hosts = HostWatch(state, cluster, home, counters)
-        self.replicas = replicas = ReplicaTable(state, counters, self.wake_up)
-        self.tasks = ReplicaTasks(state, cluster, home, hosts, replicas, wake=self.wake_up, publish=self.publish)
-        self.prefetch = UpdatePrefetch(state, cluster, home, hosts, self.wake_up)
+        self.table = table = ReplicaTable(state, counters, self.wake_up)
+        self.replicas = ReplicaLives(state, cluster, home, hosts, table, self.publish)
+        self.preparations = UpdatePreparations(state, cluster, home, hosts, self.wake_up)
         self.adapters = AdapterUpdates(state, cluster, self.wake_up)
         self.gateways = gateways = Gateways(state, cluster)
         self.load = LoadHistory(state.clock, state.wall)
@@ -104,7 +104,7 @@ class Controller:
         survivors, lost = await self._cluster.survivors()
         self.state.reserve_epochs(lost)
         for survivor in survivors:
-            self.tasks.adopt(survivor)
+            self.replicas.adopt(survivor)
         await self.state.update_goal()
         await self.publish()
         self._settled.set()
@@ -132,7 +132,7 @@ class Controller:
         self._report_reach()
         self.load.round()
         self.gateways.round()
-        self.tasks.restart_followers()
+        self.replicas.resume()
         async with state.deciding:
             if state.hold is None:
                 await self._decide()
@@ -156,7 +156,7 @@ class Controller:
         self._counters.rollout(state.current.number, rollout_state(state)[0])
         if rollback is not None:
             await roll_back(state, rollback)
-            self.replicas.renew_deadlines()
+            self.table.renew_deadlines()
             goal = await state.update_goal()
         if self._closing:
             return
@@ -168,7 +168,7 @@ class Controller:
             state.records.event("warning", "Paused", message)
         for action in reconcile(goal.targets, observed, state.replaced()):
             self._apply(action)
-        self.prefetch.round()
+        self.preparations.round()
         self.adapters.round()
         await self.requests.round()
 
@@ -193,13 +193,13 @@ class Controller:
         self._wake.set()
         await self.publish()
         self.hosts.stop()
-        self.prefetch.stop()
+        self.preparations.stop()
         self.adapters.stop()
         self.requests.stop()
         self.standby.stop()
         self.gateways.stop()
         ended = await asyncio.gather(
-            *(self.tasks.shut_down(id, drain_s) for id in self.state.views), return_exceptions=True
+            *(self.replicas.shut_down(id, drain_s) for id in self.state.views), return_exceptions=True
         )
         for error in ended:
             if error is not None:
@@ -236,24 +236,24 @@ class Controller:
         """Record the action and change the state; its effects wait until the record is on disk."""
         match action:
             case Start(target, previous):
-                view = self.tasks.start(target, previous)
+                view = self.replicas.start(target, previous)
                 self._counters.started(view, again=previous is not None)
             case Drain(replica):
                 self._decided("drain", replica, self._why_drained(replica))
-                self.tasks.drain(self.replicas.signal(replica, Signal.DRAIN))
+                self.replicas.drain(replica)
             case Stop(replica, reason):
                 self._decided("stop", replica, reason)
-                self.replicas.signal(replica, Signal.STOP, reason)
+                self.table.signal(replica, Signal.STOP, reason)
             case Fail(replica, reason):
                 self._decided("fail", replica, reason)
                 self._counters.failed(self.state.views[replica.id], reason.partition(":")[0])
-                self.replicas.signal(replica, Signal.FAILED, reason)
+                self.table.signal(replica, Signal.FAILED, reason)
             case Release(replica):
-                if self.tasks.release(replica):
+                if self.replicas.release(replica):
                     self._counters.decided("release")
             case Forget(replica):
                 self._decided("forget", replica, "gone and no longer planned")
-                self.replicas.forget(replica.id)
+                self.table.forget(replica.id)
 
     def _why_drained(self, replica: ReplicaView) -> str:
         """Returns the reason of a drain. Records an event if nothing replaces a replica whose host ends."""
@@ -276,7 +276,7 @@ class Controller:
         """Forget failed starts and preparations, so that they are tried again at once."""
         state = self.state
         state.preparations = {key: preparation for key, preparation in state.preparations.items() if preparation.done}
-        self.replicas.reset_failures()
+        self.table.reset_failures()
         self._wake.set()
 
     # Queries
@@ -370,7 +370,7 @@ class Controller:
         replicas = {
             (view.model, str(view.replica)): last
             for view in state.views.values()
-            if not view.gone and (last := self.replicas.status(view)) is not None
+            if not view.gone and (last := self.table.status(view)) is not None
         }
         families = [
             *self._counters.families(),

@@ -12,7 +12,6 @@ from orchestrator.fleet.effects import ClusterClient, CoreOwner, HostReport
 from orchestrator.fleet.snapshot import ReplicaView
 from orchestrator.process.home import Home
 from orchestrator.records.journal_records import Departure, HostUse, Quarantine
-from orchestrator.starts.start_pipeline import Fetched, StartEvent, StartFailed
 from orchestrator.state.departures import noticed_departures
 from orchestrator.state.fleet_state import FleetState
 from orchestrator.state.quarantine import expire
@@ -56,13 +55,14 @@ class HostWatch:
         for query in self._queries.values():
             query.cancel()
 
-    def count_fetch(self, model: str, event: StartEvent) -> None:
-        """Count the end of a fetch; a completed one changes what its host stores."""
-        if isinstance(event, Fetched):
-            self._counters.fetched(model, event.moved, event.seconds)
-            self._held_until = float("-inf")
-        elif isinstance(event, StartFailed) and event.fetching:
-            self._counters.not_fetched(model)
+    def fetch_ended(self, model: str, moved: int, seconds: float) -> None:
+        """Count a fetch, with ``moved`` bytes over the network; it changes what its host stores."""
+        self._counters.fetched(model, moved, seconds)
+        self._held_until = float("-inf")
+
+    def fetch_failed(self, model: str) -> None:
+        """Count a fetch that has failed."""
+        self._counters.not_fetched(model)
 
     async def update(self) -> None:
         """Update the lost hosts, and quarantine cores that foreign processes hold.

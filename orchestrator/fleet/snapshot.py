@@ -89,6 +89,19 @@ class ReplicaView:
         """The name of its actor."""
         return actor_name(self.model, self.replica, self.epoch)
 
+    def following(self, previous: ReplicaView) -> ReplicaView:
+        """Returns the view with what is known of the previous start of the replica."""
+        return replace(
+            self,
+            restarts=previous.restarts + 1,
+            failures=previous.failures,
+            reason=previous.reason,
+            log=previous.log,
+            load_s=previous.load_s,
+            load_phases=previous.load_phases,
+            compiled=previous.compiled,
+        )
+
     def after(self, status: ReplicaStatus, now: float) -> ReplicaView:
         """Returns the view updated with the work that the replica reports.
 

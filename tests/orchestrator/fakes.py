@@ -522,9 +522,12 @@ class Played:
         if self._beating is not None:
             self._beating.cancel()
         self.controller.hosts.stop()
-        self.controller.prefetch.stop()
+        self.controller.preparations.stop()
         self.controller.standby.stop()
-        for task in (*self.controller.tasks.running, self.controller.state.records._writing):  # a dead process has none
+        for task in (
+            *self.controller.replicas.running,
+            self.controller.state.records._writing,
+        ):  # a dead process has none
             if task is not None:
                 task.cancel()
         await asyncio.gather(self._running, return_exceptions=True)

@@ -209,7 +209,7 @@ async def test_reports_of_an_old_epoch_are_ignored(tmp_path: Path) -> None:
         old = cluster.replicas["b/0.1"]
         cluster.late = asyncio.Event()
         await old.die("killed")  # heard by the watch that is under way only after the new start
-        fleet.controller.replicas.signal(fleet.controller.state.views["b/0"], Signal.FAILED, "seen elsewhere")
+        fleet.controller.table.signal(fleet.controller.state.views["b/0"], Signal.FAILED, "seen elsewhere")
         await fleet.until(lambda: fleet.replica("b/0")["restarts"] == 1, "started again")
         await fleet.until(lambda: fleet.replica("b/0")["state"] == "ready", "ready again")
 

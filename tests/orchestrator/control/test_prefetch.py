@@ -13,10 +13,10 @@ from msgspec import convert, to_builtins
 from msgspec.structs import replace
 
 from orchestrator.cli.tables import status_text
+from orchestrator.control.start_steps import PROCESS_S, RemainingTime, lead_of
 from orchestrator.daemon.narration import progress
 from orchestrator.fleet.fleet_status import FetchProgress, ReplicaInFleet
 from orchestrator.fleet.progress_text import fetch_text
-from orchestrator.starts.early_start import PROCESS_S, RemainingTime, lead_of
 from tests.orchestrator.elsewhere import forbid_remote_sources
 from tests.orchestrator.fakefleet import STATUS, replica, status_of
 from tests.orchestrator.fakes import FakeCluster, Played, play

@@ -6,18 +6,19 @@ import asyncio
 import dataclasses
 import logging
 from collections.abc import Callable
-from contextlib import aclosing
 
 import msgspec.structs
 
 from orchestrator.control.host_watch import HostWatch
+from orchestrator.control.start_steps import StartFailed, StartSteps
 from orchestrator.fleet.effects import ClusterClient
 from orchestrator.fleet.snapshot import LOOKING_S
 from orchestrator.process.home import Home
 from orchestrator.revisions.config_builder import replica_config
 from orchestrator.rollout.preparation import Key, Preparation
-from orchestrator.starts.start_pipeline import Fetching, Ready, StartEvent, StartFailed, StartPipeline
 from orchestrator.state.fleet_state import FleetState
+from orchestrator.state.record_writer import Level
+from workers.artifacts.fetch.progress import FetchStatus
 from workers.host.task_boundary import task_boundary
 from workers.messages.replica_config import ReplicaConfig
 from workers.messages.status import Failure, Reaction
@@ -35,7 +36,7 @@ class _Running:
     task: asyncio.Task[None] | None = None
 
 
-class UpdatePrefetch:
+class UpdatePreparations:
     """The preparations of one controller, on its event loop. The state holds their progress."""
 
     def __init__(
@@ -98,29 +99,16 @@ class UpdatePrefetch:
             self._finish(running, Failure("start-failed", f"{type(error).__name__}: {error}"))
 
         host = running.before.host  # its old replicas keep serving, and the preparation is retried
+        steps = StartSteps(self._state, self._cluster, self._hosts, _Progress(self._state, running, self._wake), True)
         with task_boundary(log, "%s cannot be prepared on %s", running.before.model, host, on_error=fail):
-            async with aclosing(StartPipeline(self._state, self._cluster, config, update=True).events()) as events:
-                async for event in events:
-                    if self._running.get(running.before.key) is not running:
-                        return
-                    self._fold(running, event)
-
-    def _fold(self, running: _Running, event: StartEvent) -> None:
-        state, before = self._state, running.before
-        self._hosts.count_fetch(before.model, event)
-        if event.note is not None:
-            state.records.event(*event.note, model=before.model, host=before.host)
-        if isinstance(event, Fetching) and event.status is not None:
-            state.fetches[before.key] = event.status
-        elif isinstance(event, Ready):
-            self._finish(running, event.config)
-        elif isinstance(event, StartFailed):
-            self._finish(running, event.failure)
-        elif event.phase:
-            running.since = state.clock()
-            state.preparing = {**state.preparing, before.key: event.phase}
-            state.fetches.pop(before.key, None)
-            self._wake()
+            try:
+                config = await steps.fetch(await steps.resolve(config))
+                await steps.check(config)
+                await steps.compile(config)
+            except StartFailed as failed:
+                self._finish(running, failed.failure)
+            else:
+                self._finish(running, config)
 
     def _finish(self, running: _Running, outcome: ReplicaConfig | Failure) -> None:
         state, before = self._state, running.before
@@ -139,3 +127,25 @@ class UpdatePrefetch:
         state.preparations[before.key] = after
         self._end(running)
         self._wake()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Progress:
+    """The progress of a preparation in the state, as long as it runs."""
+
+    state: FleetState
+    running: _Running
+    wake: Callable[[], None]
+
+    def enter(self, phase: str) -> None:
+        key = self.running.before.key
+        self.running.since = self.state.clock()
+        self.state.preparing = {**self.state.preparing, key: phase}
+        self.state.fetches.pop(key, None)
+        self.wake()
+
+    def note(self, level: Level, reason: str, message: str) -> None:
+        self.state.records.event(level, reason, message, model=self.running.before.model, host=self.running.before.host)
+
+    def arriving(self, status: FetchStatus, config: ReplicaConfig | None) -> None:
+        self.state.fetches[self.running.before.key] = status
