@@ -121,7 +121,7 @@ LAYERS: dict[str, set[str]] = {
     "orchestrator.dispatch": set(),
     "orchestrator.fleet": {"orchestrator.process"},
     "orchestrator.bench": {"orchestrator.process"},
-    "orchestrator.rollout": {"orchestrator.fleet"},
+    "orchestrator.rollout": {"orchestrator.fleet", "orchestrator.records"},
     "orchestrator.access": {"orchestrator.fleet", "orchestrator.process"},
     "orchestrator.scaling": {"orchestrator.fleet"},
     "orchestrator.revisions": {

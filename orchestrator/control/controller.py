@@ -294,7 +294,7 @@ class Controller:
         inputs = (
             state.views.changes,
             state.goal,
-            dict(state.strategies),
+            state.memory,
             state.records.state.seq,
             state.lost,
             state.unreachable,

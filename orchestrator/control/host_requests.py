@@ -85,7 +85,7 @@ class HostRequests:
         state = self._state
         goal, situation = state.goal, state.situation()
         updating = any(step.old and not situation.evacuates(name) for name, step in goal.steps.items())
-        if updating or state.frozen or state.in_canary or state.relocation is not None:  # 1
+        if updating or state.frozen or state.in_canary or state.memory.relocation is not None:  # 1
             return
         leaving = self._leaving()
         demand = HostDemand(situation, state.current.groups, state.kept, state.uses.avoided())

@@ -28,7 +28,7 @@ from orchestrator.fleet.progress_text import problem_text
 from orchestrator.fleet.replica_states import ModelState, State, model_state
 from orchestrator.fleet.route_table import ModelRoutes, Route, RouteTable
 from orchestrator.fleet.snapshot import ReplicaView
-from orchestrator.rollout.preparation import Preparation
+from orchestrator.rollout.preparation import Preparation, preparation_of
 from orchestrator.rollout.rollout_step import ModelStep
 from orchestrator.state.expected_starts import expected_ready_at, expected_start_s, is_expected_back, parked_start
 from orchestrator.state.fleet_state import FleetState
@@ -231,7 +231,7 @@ def rollout(state: FleetState) -> RolloutStatus:
 
 def _model_rollout(state: FleetState, model: ModelSpec, progress: str) -> ModelRollout:
     step = state.goal.steps.get(model.name, ModelStep())
-    way = state.strategies.get(model.name)
+    way = state.memory.strategies.get(model.name)
     if progress == "complete" or state.settled(model):
         progress = "complete"
     elif progress == "canary" and not step.old and not step.lost:
@@ -365,7 +365,7 @@ def _replica_status(
 def _preparations(state: FleetState, model: ModelSpec) -> list[Preparation]:
     """Returns the preparations that the model's update waits for."""
     preparations = {
-        (preparation := state.preparation(target)).key: preparation
+        (preparation := preparation_of(target, state.preparations)).key: preparation
         for target in state.upcoming
         if target.model == model.name
     }

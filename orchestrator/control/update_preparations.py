@@ -15,7 +15,7 @@ from orchestrator.fleet.effects import ClusterClient
 from orchestrator.fleet.snapshot import LOOKING_S
 from orchestrator.process.home import Home
 from orchestrator.revisions.config_builder import replica_config
-from orchestrator.rollout.preparation import Key, Preparation
+from orchestrator.rollout.preparation import Key, Preparation, preparation_of
 from orchestrator.state.fleet_state import FleetState
 from orchestrator.state.record_writer import Level
 from workers.artifacts.fetch.progress import FetchStatus
@@ -53,7 +53,10 @@ class UpdatePreparations:
     def round(self) -> None:
         """Start the preparations of the next targets, and end those that are late or not needed any more."""
         state, now = self._state, self._state.clock()
-        targets = {(preparation := state.preparation(target)).key: (preparation, target) for target in state.upcoming}
+        targets = {
+            (preparation := preparation_of(target, state.preparations)).key: (preparation, target)
+            for target in state.upcoming
+        }
         for key, running in list(self._running.items()):
             if key not in targets or running.refreshes != state.source_refreshes[key[0]]:
                 self._end(running)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from orchestrator.fleet.snapshot import backoff_s
@@ -53,3 +54,9 @@ class Preparation:
 def upcoming_targets(situation: Situation, goal: Goal, name: str) -> tuple[ReplicaTarget, ...]:
     """Returns the replicas that the next step of a model's update starts in place of old ones, by its ``goal``."""
     return tuple(target for target in new_targets(goal, situation.views, situation.replaced) if target.model == name)
+
+
+def preparation_of(target: ReplicaTarget, preparations: Mapping[Key, Preparation]) -> Preparation:
+    """Returns the preparation of the target's host for it; a new one if there is none."""
+    new = Preparation(target.model, target.version, target.host)
+    return preparations.get(new.key, new)

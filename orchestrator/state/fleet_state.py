@@ -8,10 +8,9 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from orchestrator.fleet.controller_settings import ControllerSettings
 from orchestrator.fleet.effects import CoreOwner, FailedCore
@@ -23,19 +22,16 @@ from orchestrator.fleet.snapshot import ReplicaView
 from orchestrator.records.journal_fold import failed_cores
 from orchestrator.records.journal_records import Cordoned, ReadyStart, Replace, RolloutState, Target
 from orchestrator.revisions.resolved_revision import ResolvedRevision
-from orchestrator.rollout.preparation import Key, Preparation, takes_long, upcoming_targets
-from orchestrator.rollout.relocation import Relocation, find_relocation
+from orchestrator.rollout.decide import RELOCATION_S, FleetDecision, FleetSnapshot, UpdateMemory, decide
+from orchestrator.rollout.preparation import Key, Preparation, takes_long
 from orchestrator.rollout.rollout_step import (
     DesiredModel,
     FormerVersion,
     Goal,
     ReplicaTarget,
     Situation,
-    compute_goal,
-    defer_displacements,
     merged,
 )
-from orchestrator.rollout.update_strategy import UpdateStrategy, choose_strategy
 from orchestrator.state.content_pins import ContentPins
 from orchestrator.state.departures import leaving_hosts
 from orchestrator.state.host_uses import HostUses
@@ -43,7 +39,6 @@ from orchestrator.state.record_writer import RecordWriter
 from orchestrator.state.replica_counts import ReplicaCounts
 from orchestrator.state.shared_compiles import SharedCompiles
 from orchestrator.state.start_times import StartTimes, phases_again
-from placements.facts.plural import counted
 from placements.facts.topology import Host
 from placements.spec.lifecycle import Deadlines
 from placements.spec.problems import Problem
@@ -52,8 +47,6 @@ from workers.artifacts.fetch.progress import FetchStatus
 from workers.messages.replica_config import ReplicaConfig
 
 log = logging.getLogger(__name__)
-
-RELOCATION_S = 60.0  # between two relocation attempts; and the limit of one, beside the starts
 
 
 class FleetState:
@@ -88,8 +81,7 @@ class FleetState:
         self.unreachable: frozenset[str] = frozenset()  # replicas that a gateway cannot connect to, as of this round
         self.counts = ReplicaCounts(records)
         self.uses = HostUses(records)
-        self.strategies: dict[str, UpdateStrategy] = {}  # of models that are being updated
-        self._holding: set[str] = set()  # models updated by `hold`, until they are settled
+        self.memory = UpdateMemory()  # of the last decision
         self.upcoming: tuple[ReplicaTarget, ...] = ()  # they displace others once their hosts are prepared
         self.preparations: dict[tuple[str, str, str], Preparation] = {}
         self.preparing: Mapping[tuple[str, str, str], str] = {}  # those in progress, with their phase
@@ -100,12 +92,9 @@ class FleetState:
         self.fetches: dict[Key, FetchStatus] = {}  # of preparations in progress
         self.held: Mapping[str, frozenset[str]] = {}  # by host, the remote sources that are complete there
         self.goal = Goal()
-        self._lost_former: set[str] = set()  # models that lost replicas of their former version
-        self.relocation: Relocation | None = None  # in progress
         self._relocated_at = float("-inf")
-        self._unrelocatable: tuple[int, Situation] | None = None  # changes of views, and the rest, when none was found
         self._planned_index = -1  # of the records that the goal follows from
-        self._computed: tuple[int, Situation, Goal] | None = None  # changes of views, and what followed from them
+        self._decided: tuple[int, FleetSnapshot] | None = None  # changes of views, and the last outcome
         self._numbers: dict[str, int] = {}
         self.progress: tuple[Any, float] = ((), clock())  # the last steps, and when they or a start last changed
         self.late: set[str] = set()  # models past their progress deadline that cannot be rolled back
@@ -214,7 +203,7 @@ class FleetState:
         )
         if revision is not None:
             return dataclasses.replace(desired, canary=revision.revision.canary is not None)
-        strategy = self.strategies.get(model.name)
+        strategy = self.memory.strategies.get(model.name)
         return dataclasses.replace(
             desired,
             strategy="surge" if strategy is None else strategy.strategy,
@@ -305,7 +294,7 @@ class FleetState:
             shown.checkpoints,
             {model.name: self.desired_model(model, revision) for model in shown.spec.models},
             tuple(self.views.values()),
-            self._blocked_or_held(),
+            self.blocked(),
             self.drained(),
             self.replaced(),
             self._models_held(),
@@ -331,11 +320,6 @@ class FleetState:
             for host, stored in self.held.items()
         }
 
-    def preparation(self, target: ReplicaTarget) -> Preparation:
-        """Returns the preparation of the target's host for it."""
-        new = Preparation(target.model, target.version, target.host)
-        return self.preparations.get(new.key, new)
-
     def refresh_source(self, model: str) -> None:
         """Forget the pinned content of the model, so that new processes load what its source has now."""
         self.source_refreshes[model] += 1
@@ -343,157 +327,58 @@ class FleetState:
         self.compiled_on = {key for key in self.compiled_on if key[0] != model}
         self.preparations = {key: preparation for key, preparation in self.preparations.items() if key[0] != model}
 
-    def _blocked_or_held(self) -> dict[str, frozenset[int]]:
-        """Returns the blocked cores and those that a relocation is emptying."""
-        return merged(self.blocked(), {} if self.relocation is None else self.relocation.cores)
+    def snapshot(self) -> FleetSnapshot:
+        """Returns the input of `decide`."""
+        now, relocation = self.clock(), self.memory.relocation
+        limit_s = 0.0
+        if relocation is not None:
+            limit_s = RELOCATION_S + max(view.deadlines.start_s for view in relocation.moving)
+        return FleetSnapshot(
+            situation=self.situation(),
+            memory=self.memory,
+            engines=self.current.engines,
+            preparations=dict(self.preparations),
+            compiled_on=frozenset(self.compiled_on),
+            lost_hosts=self.lost,
+            scaled=frozenset(self.records.state.scales),
+            held=self.hold is not None,
+            frozen=self.frozen,
+            in_canary=self.in_canary,
+            may_relocate=now - self._relocated_at >= RELOCATION_S,
+            relocation_late=relocation is not None and now - self._relocated_at > limit_s,
+        )
 
     async def update_goal(self) -> Goal:
-        """Compute the desired state, again if cores or a ready replica that it counts on are lost meanwhile."""
+        """Decide anew, again if cores or a ready replica that the decision counts on are lost meanwhile. Most rounds of
+        a large fleet at rest have the snapshot of the last one, and its decision."""
         while True:
-            index = self.records.state.index
-            blocked, views, changes = self.blocked(), list(self.views.values()), self.views.changes
-            again = await self._update_goal()
-            keeps = changes == self.views.changes or _ready_processes(views) <= _ready_processes(self.views.values())
-            if not again and keeps and blocked == self.blocked():
+            index, changes, snapshot = self.records.state.index, self.views.changes, self.snapshot()
+            if self._decided == (changes, snapshot):
                 self._planned_index = index
                 return self.goal
+            blocked, ready = self.blocked(), _ready_processes(self.views.values())
+            decision: FleetDecision = await self.in_thread(decide, snapshot)
+            keeps = changes == self.views.changes or ready <= _ready_processes(self.views.values())
+            if keeps and blocked == self.blocked():
+                recorded = self.records.state.index
+                self._commit(decision)
+                self._planned_index = self.records.state.index if recorded == index else index
+                self._decided = changes, decision.after
+                return self.goal
 
-    async def _compute_goal(self, situation: Situation) -> Goal:
-        """Returns the last goal if nothing has changed since; most rounds of a large fleet at rest end here."""
-        changes = self.views.changes
-        if self._computed is not None and self._computed[:2] == (changes, situation):
-            return self._computed[2]
-        goal = cast(Goal, await self.in_thread(compute_goal, situation))
-        self._computed = changes, situation, goal
-        return goal
-
-    async def _update_goal(self) -> bool:
-        """Compute the desired state. A model with old replicas gets its update strategy here, until it is settled.
-
-        Returns whether it must be computed again.
-        """
-        situation = self.situation()
-        goal = await self._compute_goal(situation)
-        if self.hold is not None:  # not acted upon: routes and status show it
-            self.goal = goal
-            return False
-        undecided = [
-            name
-            for name, step in goal.steps.items()
-            if step.old and not situation.evacuates(name) and self._needs_strategy(name, goal)
-        ]
-        for name in undecided:
-            strategy = await self.in_thread(choose_strategy, situation, name)
-            if strategy != self.strategies.get(name):
-                seconds = strategy.outage_s
-                outage = "an outage of unknown length" if seconds is None else f"{seconds:.0f} s of outage"
-                message = f"{strategy.strategy}, {outage}: {strategy.why}"
-                self.records.event("info", "UpdateStrategy", message, model=name)
-            self.strategies[name] = strategy
-            if strategy.strategy == "hold":
-                self._holding.add(name)
-        for name, step in goal.steps.items():
-            if step.settled(situation.desired_models[name]):
-                self.strategies.pop(name, None)
-                self._holding.discard(name)
-        for name in self.strategies.keys() - goal.steps.keys():
-            del self.strategies[name]
-        if undecided:
-            situation = self.situation()
-            goal = await self._compute_goal(situation)
-        self.goal = await self._with_awaited(situation, goal)
-        self._report_lost_replicas()
-        return await self._update_relocation()
-
-    async def _with_awaited(self, situation: Situation, goal: Goal) -> Goal:
-        """Returns the goal in which old replicas stay until the hosts of their successors are prepared."""
-        self.upcoming = ()
-        awaited = situation
-        for name, step in goal.steps.items():
-            strategy = self.strategies.get(name)
-            if not step.old or strategy is None or strategy.strategy == "surge" or self.frozen:
-                continue
-            if situation.evacuates(name):
-                continue
-            missing = tuple(new for new in upcoming_targets(situation, goal, name) if not self.preparation(new).done)
-            if missing:
-                self.upcoming += missing
-                awaited = awaited.with_desired(dataclasses.replace(awaited.desired_models[name], awaited=True))
-        if awaited is not situation:
-            goal = await self.in_thread(compute_goal, awaited)
-        if self.frozen:
-            return goal
-        planned = Counter(target.model for target in goal.targets)
-        short = {name for name, desired in situation.desired_models.items() if planned[name] < desired.count}
-        stays = partial(self._may_stay, short)
-        goal, waiting = defer_displacements(goal, situation.views, self._needs_preparation, stays)
-        self.upcoming += waiting
-        return goal
-
-    def _needs_preparation(self, target: ReplicaTarget) -> bool:
-        """Returns whether the host is not prepared for the target. After a ready start only fetches can remain."""
-        model, preparation = self.current.spec.model(target.model), self.preparation(target)
-        if model is None or preparation.done:
-            return False
-        return takes_long(model, self.current.engines[model.name]) or preparation.key not in self.compiled_on
-
-    def _may_stay(self, short: Collection[str], view: ReplicaView) -> bool:
-        """Returns whether a displaced replica may continue: neither an operator nor the spec stops it.
-
-        ``short`` has the models with fewer targets than desired.
-        """
-        stopped = self.current.spec.model(view.model) is None
-        stopped = stopped or (view.model in self.records.state.scales and view.model not in short)
-        drained = view.host in self.drained() or view.host in self.lost
-        return not stopped and not drained and (view.id, view.epoch) not in self.replaced()
-
-    def _report_lost_replicas(self) -> None:
-        """Record an event when replicas of a former version are lost."""
-        lost = {name: step.lost for name, step in self.goal.steps.items() if step.lost}
-        for name in lost.keys() - self._lost_former:
-            unplaced = (group for group in self.goal.plan.unplaced if group.model == name)
-            missing = [problem.what for group in unplaced for problem in group.problems]
-            detail = f"no place is free, only the new version serves: {missing[0]}" if missing else "starting elsewhere"
-            count = f"{counted(lost[name], 'replica')} of the former version"
-            self.records.event("warning", "FormerVersionLost", f"{count} lost: {detail}", model=name)
-        self._lost_former = set(lost)
-
-    async def _update_relocation(self) -> bool:
-        """Start or end a relocation. Returns whether the goal must be computed again."""
-        now = self.clock()
-        if self.relocation is not None:
-            limit_s = RELOCATION_S + max(view.deadlines.start_s for view in self.relocation.moving)
-            late = now - self._relocated_at > limit_s
-            if not (self.relocation.empty(list(self.views.values())) or late or self.frozen):
-                return False
-            self.relocation = None
-            return True
-        if self.frozen or self.in_canary or now - self._relocated_at < RELOCATION_S:
-            return False
-        changes, situation = self.views.changes, self.situation()
-        if not self.goal.plan.unplaced or (changes, situation) == self._unrelocatable:
-            return False
-        relocation = await self.in_thread(find_relocation, situation, self.goal)
-        if relocation is None:
-            self._unrelocatable = changes, situation
-            return False
-        self.relocation, self._relocated_at = relocation, now
-        message = f"it is moved to make room for {' and '.join(relocation.models)}"
-        for view in relocation.moving:
+    def _commit(self, decision: FleetDecision) -> None:
+        self.goal, self.upcoming, self.memory = decision.goal, decision.upcoming, decision.after.memory
+        if decision.moved:
+            self._relocated_at = self.clock()
+        for view in decision.moved:
             self.records.note(Replace(model=view.model, replica=view.replica, epoch=view.epoch, by="the controller"))
-            self.records.event("info", "MakingRoom", message, view=view)
-        return True
-
-    def _needs_strategy(self, name: str, goal: Goal) -> bool:
-        """Returns whether the model has no strategy, or one that cannot place the next replica."""
-        strategy = self.strategies.get(name)
-        stuck = any(missing.model == name for missing in goal.plan.unplaced)
-        return strategy is None or (stuck and strategy.strategy == "surge" and not self.frozen)
+        for event in decision.events:
+            self.records.note_event(event)
 
     def holds(self, model: ModelSpec) -> bool:
         """Returns whether requests wait while the model has no ready replica: it is being updated or rolled back with
         `hold`. A restarted controller decides by the spec alone."""
-        held = model.name in self._holding or (model.update.strategy == "hold" and self.stable is not None)
+        held = model.name in self.memory.holding or (model.update.strategy == "hold" and self.stable is not None)
         failed = self.outcome is not None and self.outcome.state == "failed"  # no more attempts follow
         return held and not failed and self.counts.desired(model) > 0
 
@@ -504,7 +389,7 @@ class FleetState:
         self.current = generation
         for view in list(self.views.values()):  # the change may have fixed the cause
             self.views[view.id] = dataclasses.replace(view, stopped=False)
-        self.strategies.clear()
+        self.memory = dataclasses.replace(self.memory, strategies={})
         self.late.clear()
         versions = set(generation.versions.items())
         used = {(view.model, view.version) for view in self.views.values()} | versions

@@ -108,10 +108,14 @@ class RecordWriter:
         replica = None
         if view is not None:
             model, replica, host = view.model, view.id, view.host
-        about = replica or model or host
-        text = message if about is None else f"{about}: {message}"
-        log.log(logging.INFO if level == "info" else logging.WARNING, "%s", text)
-        self.note(Event(level=level, reason=reason, message=message, model=model, replica=replica, host=host))
+        self.note_event(Event(level=level, reason=reason, message=message, model=model, replica=replica, host=host))
+
+    def note_event(self, event: Event) -> None:
+        """Log an event and record it."""
+        subject = event.replica or event.model or event.host
+        text = event.message if subject is None else f"{subject}: {event.message}"
+        log.log(logging.INFO if event.level == "info" else logging.WARNING, "%s", text)
+        self.note(event)
 
     def decision(self, action: Any, view: ReplicaView, reason: str) -> None:
         """Record an action on a replica."""

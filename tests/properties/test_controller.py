@@ -26,7 +26,9 @@ from orchestrator.fleet.replica_states import State
 from orchestrator.fleet.snapshot import Observed
 from orchestrator.records.journal import Journal
 from orchestrator.records.journal_fold import failed_cores
+from orchestrator.rollout.decide import FleetDecision, FleetSnapshot, decide
 from orchestrator.scaling.demand_report import DemandReport, DemandWindow
+from orchestrator.state import fleet_state
 from tests.orchestrator.elsewhere import forbid_remote_sources
 from tests.orchestrator.fakes import FakeCluster, Played, virtually
 from workers.messages.status import Failure, Phase, Reaction
@@ -94,7 +96,22 @@ events = st.one_of(
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         forbid_remote_sources(patch, tmp_path_factory.mktemp("home"))
+        patch.setattr(fleet_state, "decide", decided_once)
         yield
+
+
+def decided_once(snapshot: FleetSnapshot) -> FleetDecision:
+    """Returns the decision, after checking that to decide about its outcome changes and records nothing."""
+    decision = decide(snapshot)
+    again = decide(decision.after)
+    assert (again.goal, again.upcoming, again.after, again.events, again.moved) == (
+        decision.goal,
+        decision.upcoming,
+        decision.after,
+        (),
+        (),
+    )
+    return decision
 
 
 class World:

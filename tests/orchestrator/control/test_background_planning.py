@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from orchestrator.fleet.replica_states import State
+from orchestrator.rollout import decide as decisions
+from orchestrator.rollout.decide import decide
 from orchestrator.rollout.rollout_step import Goal, Situation, compute_goal
-from orchestrator.state import fleet_state
 from tests.orchestrator import virtual_cluster
 from tests.orchestrator.fakes import FakeCluster, Played, virtually
 from tests.orchestrator.virtual_cluster import VirtualCluster
@@ -39,7 +40,7 @@ def test_the_loop_goes_on_while_a_plan_is_made(tmp_path: Path, monkeypatch: pyte
     async def main() -> None:
         async with Played(tmp_path, FakeCluster(), SPEC % (2, 4, 1), in_thread=asyncio.to_thread) as played:
             await played.settled(DEADLINE_S)
-            monkeypatch.setattr(fleet_state, "compute_goal", slow)
+            monkeypatch.setattr(decisions, "compute_goal", slow)
             played.controller.wake_up()
             assert await asyncio.to_thread(begun.wait, DEADLINE_S)
             assert [len(model.replicas) for model in played.controller.routes().models] == [1]
@@ -57,7 +58,7 @@ class Interrupted:
 
     async def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
         result = function(*args)
-        if function is compute_goal and not self.happened and self.due(*args):
+        if function is decide and not self.happened and self.due(args[0].situation):
             self.happened = True
             await self.event()
             for _ in range(9):
@@ -116,7 +117,7 @@ def test_a_fleet_at_rest_is_not_planned_again(tmp_path: Path, monkeypatch: pytes
         planned.append(situation)
         return compute_goal(situation)
 
-    monkeypatch.setattr(fleet_state, "compute_goal", counted)
+    monkeypatch.setattr(decisions, "compute_goal", counted)
     monkeypatch.setattr(virtual_cluster, "REPORT_S", 5.0)
 
     async def main() -> None:

@@ -80,7 +80,7 @@ async def test_room_is_made_once_a_core_is_usable_again(tmp_path: Path) -> None:
     try:
         await fleet.operator.cordon(HOST, "4", True, "tester")
         await fleet.operator.scale("big", 1, "tester")
-        await fleet.until(lambda: fleet.controller.state._unrelocatable, "no relocation is possible")
+        await fleet.until(lambda: fleet.controller.state.goal.plan.unplaced, "it finds no place")
         await fleet.operator.cordon(HOST, "4", False, "tester")
         await fleet.until(lambda: fleet.ready("big"), "the big one is ready")
     finally:
