@@ -30,7 +30,7 @@ from benchmarks.report import Target, finish
 from benchmarks.routing_parts import rivals
 from benchmarks.routing_parts.fixed_replicas import Router, serve_fixed
 from benchmarks.routing_parts.traffic import FAST, MODEL, arrivals, capacity, lengths, slower
-from orchestrator.simulate.simulated_model import SimModel
+from orchestrator.simulate.scenario import SimModel
 from orchestrator.simulate.simulated_replica import SimReplica
 
 LOAD = 0.85

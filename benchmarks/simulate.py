@@ -15,27 +15,25 @@ import time
 
 from benchmarks.report import Target, finish
 from benchmarks.routing_parts.fixed_replicas import serve_fixed
-from benchmarks.scaling_parts.scenarios import scenario_of
-from orchestrator.simulate.run import simulate
-from orchestrator.simulate.scaling_policy import Joint
-from orchestrator.simulate.simulated_model import SimModel
-from orchestrator.simulate.statistics import Summary
+from benchmarks.scaling_parts.scenarios import scenario_of, sim_model
+from orchestrator.simulate.report import Summary
+from orchestrator.simulate.run import Joint, simulate
 from orchestrator.simulate.workload import DAY_S, Workload
 
 RATE = 50.0
 HOSTS = 12
 CORES, SLOTS = (2, 4, 8), (16, 16, 32)
 MODELS = tuple(
-    SimModel(
+    sim_model(
         f"m{i}",
         cores=CORES[i % 3],
         slots=SLOTS[i % 3],
         step_s=0.02,
         prefill_token_s=2e-5,
         load_s=60.0,
-        min=(i + 1) % 2,
-        max=8,
-        ttft_s=2.0,
+        least=(i + 1) % 2,
+        most=8,
+        objectives={"ttft_ms": 2000.0},
     )
     for i in range(20)
 )

@@ -7,11 +7,9 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from orchestrator.dispatch.dispatcher import Dispatcher
-from orchestrator.simulate.simulated_link import SimLink, SimLinks
-from orchestrator.simulate.simulated_model import SimModel
-from orchestrator.simulate.simulated_queue import Measured, SimulatedQueue
-from orchestrator.simulate.simulated_replica import SimReplica
-from orchestrator.simulate.simulated_request import Arrival, SimRequest
+from orchestrator.simulate.scenario import SimModel
+from orchestrator.simulate.simulated_queue import Measured, SimLink, SimLinks, SimulatedQueue
+from orchestrator.simulate.simulated_replica import Arrival, SimReplica, SimRequest
 from orchestrator.simulate.virtual_clock import Clock
 
 Router = Callable[[Sequence[SimReplica], SimRequest], "SimReplica | None"]
@@ -33,7 +31,7 @@ class RoutedQueue(SimulatedQueue):
 
 class _RoutedDispatcher(Dispatcher[SimRequest, SimLink]):
     def __init__(self, queue: RoutedQueue, links: SimLinks, router: Router) -> None:
-        super().__init__(queue.model, links, queue, stepped_at=SimLink.stepped_at)
+        super().__init__(queue.model.queue, links, queue, stepped_at=SimLink.stepped_at)
         self._replicas, self._all_links, self._router = queue.replicas, links, router
 
     def link_for(self, entry: SimRequest, now: float) -> SimLink | None:

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from random import Random
 
 from benchmarks.routing_parts.fixed_replicas import Router
-from orchestrator.simulate.simulated_replica import SimReplica
-from orchestrator.simulate.simulated_request import SimRequest
+from orchestrator.simulate.simulated_replica import SimReplica, SimRequest
 
 
 def random_router(seed: int) -> Router:

@@ -10,23 +10,23 @@ from random import Random
 from statistics import mean
 
 from benchmarks.routing_parts.fixed_replicas import serve_fixed
-from orchestrator.simulate.lengths import Lengths
-from orchestrator.simulate.simulated_model import SimModel
-from orchestrator.simulate.simulated_replica import SimReplica
-from orchestrator.simulate.simulated_request import Arrival
+from benchmarks.scaling_parts.scenarios import sim_model
+from orchestrator.simulate.scenario import SimModel
+from orchestrator.simulate.simulated_replica import Arrival, SimReplica
+from orchestrator.simulate.workload import Lengths
 
 MODEL = "llama-2-7b"
 
 # Llama-2-7B at tp 8 on inf2, by the formulas of placements/resources/estimate.py: W 13.5 GB, KV 1.1 GB a core, and 14
 # GFLOP for a token of a prompt.
-FAST = SimModel(
-    name=MODEL,
+FAST = sim_model(
+    MODEL,
     slots=4,
     step_s=0.018,
     prefill_base_s=0.016,
     prefill_token_s=0.00014,
     prefill_tokens=4096,
-    max_queue=10**9,
+    max_queue=10**6,
 )
 SHORT_PROMPT, SHORT_OUTPUT, SIGMA = 161, 338, 1.0
 SATURATION = 2.0  # times what the replicas can do at the most
@@ -34,12 +34,14 @@ SATURATION = 2.0  # times what the replicas can do at the most
 
 def slower(times: float) -> SimModel:
     """The same, and everything takes so many times as long."""
-    return replace(
-        FAST,
-        step_s=FAST.step_s * times,
-        prefill_base_s=FAST.prefill_base_s * times,
-        prefill_token_s=FAST.prefill_token_s * times,
+    speed = FAST.speed
+    slow = replace(
+        speed,
+        step_s=speed.step_s * times,
+        prefill_base_s=speed.prefill_base_s * times,
+        prefill_token_s=speed.prefill_token_s * times,
     )
+    return replace(FAST, speed=slow)
 
 
 @cache
@@ -73,8 +75,8 @@ def capacity(models: Sequence[SimModel], pairs: Sequence[tuple[int, int]]) -> fl
     """Requests a second that the replicas do when a queue always waits, as measured."""
     prompt, output = mean(prompt for prompt, _ in pairs), mean(output for _, output in pairs)
     costs = (  # of a request: its prefill, in which nothing else runs, and its part of the decodes that all slots share
-        model.prefill_base_s + model.prefill_token_s * prompt + (output - 1) * model.step_s / model.slots
-        for model in models
+        speed.prefill_base_s + speed.prefill_token_s * prompt + (output - 1) * speed.step_s / slots
+        for speed, slots in ((model.speed, model.slots) for model in models)
     )
     rate = SATURATION * sum(1 / cost for cost in costs)
     coming = arrivals(pairs, rate, 20000, "capacity")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from orchestrator.simulate.simulated_model import SimModel
+from benchmarks.scaling_parts.scenarios import sim_model
+from orchestrator.simulate.scenario import SimModel
 
 MOST = 16  # replicas of a model at most, whoever scales
 TTFT_S = 5.0  # the objective of every model
@@ -31,20 +32,20 @@ def load_s(gigabytes: float) -> float:
 def models() -> tuple[SimModel, ...]:
     """48 models of three sizes: one replica of each takes 200 cores, 8 hosts have 192, and 12 have 288."""
     return tuple(
-        SimModel(
-            name=f"tp{cores}-{number}",
+        sim_model(
+            f"tp{cores}-{number}",
             slots=slots,
             step_s=step_s,
             prefill_base_s=0.02,
             prefill_token_s=0.0003,
             cores=cores,
             load_s=load_s(gigabytes),
-            min=0,
-            max=MOST,
-            ttft_s=TTFT_S,
+            least=0,
+            most=MOST,
+            objectives={"ttft_ms": TTFT_S * 1000},
             max_queue=10_000,
             max_wait_s=MAX_WAIT_S,
-            hold_s=MAX_WAIT_S,
+            scaling={"hold_s": MAX_WAIT_S},
         )
         for count, cores, slots, step_s, gigabytes in _KINDS
         for number in range(count)

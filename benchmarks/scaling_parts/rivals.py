@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from benchmarks.scaling_parts.traces import service_s
 from orchestrator.scaling.autoscaler import FleetNow, Load, ModelNow, Targets
-from orchestrator.simulate.simulated_model import SimModel
+from orchestrator.simulate.scenario import SimModel
 
 _TICK_S = 2.0  # KPA's; Ray Serve's loop is faster, its metrics come every 10 s
 
@@ -33,7 +33,7 @@ def static_split(models: Sequence[SimModel], means: Mapping[str, float], cores: 
     while line:
         _, name = heapq.heappop(line)
         model = by_name[name]
-        if model.cores > cores or counts[name] >= model.max:
+        if model.cores > cores or counts[name] >= model.spec.replicas.max:
             continue
         cores -= model.cores
         counts[name] += 1

@@ -8,8 +8,7 @@ from benchmarks.scaling_parts.fleets import models
 from benchmarks.scaling_parts.rivals import Knative, RayServe, Static, static_split
 from benchmarks.scaling_parts.scenarios import scenario_of
 from benchmarks.scaling_parts.traces import WARM_UP_S, means, trace
-from orchestrator.simulate.run import simulate
-from orchestrator.simulate.scaling_policy import Joint, ScalingPolicy
+from orchestrator.simulate.run import Joint, ScalingPolicy, simulate
 
 OURS = "corewright"
 RIVALS = ("static split", "Ray Serve", "KPA")

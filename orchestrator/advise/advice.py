@@ -1,32 +1,35 @@
-"""Compares the candidates for a model: what fits is simulated under the load, and the efficient ones are kept."""
+"""Advice on a model's size: each candidate that fits is simulated under the load, and the efficient ones are kept."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from orchestrator.advise.candidates import SizingCandidate, SizingQuestion, candidates
+import yaml
+
 from orchestrator.process.failure import Failed
 from orchestrator.revisions.checkpoint_reader import CheckpointFacts, read_facts
 from orchestrator.revisions.spec_file import SpecFile, judge, this_machine
-from orchestrator.simulate.from_spec import SpecScenario, scenario_of
-from orchestrator.simulate.lengths import Lengths
-from orchestrator.simulate.run import simulate
-from orchestrator.simulate.scaling_policy import Fixed
-from orchestrator.simulate.simulated_model import SimModel
+from orchestrator.simulate.report import Summary
+from orchestrator.simulate.run import Fixed, simulate
+from orchestrator.simulate.scenario import SimModel, scenario_of
 from orchestrator.simulate.simulated_queue import Measured
-from orchestrator.simulate.simulated_request import Arrival
-from orchestrator.simulate.statistics import Summary
-from orchestrator.simulate.workload import Workload
-from placements.facts.topology import TOPOLOGIES
-from placements.planner.plan import plan
+from orchestrator.simulate.simulated_replica import Arrival
+from orchestrator.simulate.workload import Lengths, Workload
+from placements.facts.checkpoints import Checkpoint
+from placements.facts.engines import Engine
+from placements.facts.topology import DEGREES, TOPOLOGIES
+from placements.planner.plan import Plan, plan
 from placements.resources.calibration import MeasuredSpeed
 from placements.resources.estimate import Speed
 from placements.resources.memory import estimate
+from placements.spec.notation import name_from
 from placements.spec.parse import parse
 from placements.spec.problems import Problem, has_errors
 
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
 SHARE = 0.7
 """The load without ``rps``, as a share of what a host can serve."""
 
@@ -39,7 +42,97 @@ TURNOVERS = 20  # how often its slots change their requests, at least
 MOST_REQUESTS = 20_000
 WARM_UP = 0.1  # the share of the arrivals that is not measured
 MOST_HOSTS = 64
+CHOSEN = ("tp_degree", "allow_head_padding", "max_batch", "replicas")
 SPARE = 1.5  # replicas that are tried, as a multiple of those that have the capacity
+
+
+@dataclass(frozen=True)
+class SizingQuestion:
+    """A model and its load. Lengths are in tokens, prices in dollars an hour by instance type."""
+
+    source: str
+    engine: Engine = "auto"
+    instances: tuple[str, ...] = tuple(TOPOLOGIES)
+    prompt_tokens: int = 512
+    output_tokens: int = 128
+    max_len: int | None = None  # None: ``slot``
+    rps: float | None = None  # requests/s; None: a share of what a host can serve
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    prices: Mapping[str, float] = field(default_factory=dict)
+    measured: tuple[MeasuredSpeed, ...] = ()
+    degrees: tuple[int, ...] = ()  # those to compare; none: all documented ones
+    batches: tuple[int, ...] = ()  # the values of ``max_batch`` to compare; none: BATCHES
+    as_is: bool = False  # only weights in the checkpoint's own types, and degrees that divide its heads
+
+    @property
+    def name(self) -> str:
+        """The model's name in the specs."""
+        return name_from(self.source)
+
+    @property
+    def slot(self) -> int:
+        """The tokens of a slot: ``max_len``, or the least power of two that holds a prompt and its output."""
+        return self.max_len or 1 << (self.prompt_tokens + self.output_tokens - 1).bit_length()
+
+
+@dataclass(frozen=True)
+class SizingCandidate:
+    """A way to serve the model."""
+
+    question: SizingQuestion
+    instance: str
+    tp_degree: int
+    max_batch: int
+    quantized: bool  # weights in int8
+    padded: bool  # the degree does not divide the heads
+
+    @property
+    def shape(self) -> tuple[object, ...]:
+        """What decides the speed of a replica: equal on all instance types of a family."""
+        return TOPOLOGIES[self.instance].family, self.tp_degree, self.max_batch, self.quantized
+
+    @property
+    def weights(self) -> str:
+        """The type of the weights."""
+        return "int8" if self.quantized else "bf16"
+
+    def fields(self, replicas: int) -> dict[str, Any]:
+        """Returns the fields of the model in a spec, with so many replicas."""
+        question = self.question
+        limits = {"ttft_ms": question.ttft_ms, "tpot_ms": question.tpot_ms}
+        objectives = {name: int(limit) if limit == int(limit) else limit for name, limit in limits.items() if limit}
+        fields: dict[str, Any] = {
+            "source": question.source,
+            "engine": None if question.engine == "auto" else question.engine,
+            "tp_degree": self.tp_degree,
+            "allow_head_padding": True if self.padded else None,
+            "max_batch": self.max_batch,
+            "max_len": question.slot,
+            "quantize": "int8" if self.quantized else None,
+            "replicas": replicas,
+            "objectives": objectives or None,
+        }
+        return {name: value for name, value in fields.items() if value is not None}
+
+    def spec(self, replicas: int, hosts: int) -> str:
+        """Returns the text of the spec with so many replicas on so many hosts."""
+        host = {"instance": self.instance, **({"count": hosts} if hosts > 1 else {})}
+        spec = {"version": 1, "hosts": host, "models": {self.question.name: self.fields(replicas)}}
+        return yaml.safe_dump(spec, sort_keys=False, width=1000)
+
+
+def candidates(question: SizingQuestion, checkpoint: Checkpoint) -> Iterator[SizingCandidate]:
+    """Yields every combination of instance type, degree, type of weights and batch, small batches first."""
+    for instance in question.instances:
+        topology = TOPOLOGIES[instance]
+        for tp in DEGREES[topology.family]:
+            padded = checkpoint.heads % tp != 0
+            if tp > topology.cores or (padded and question.as_is) or (question.degrees and tp not in question.degrees):
+                continue
+            for quantized in (False,) if question.as_is else (False, True):
+                for batch in question.batches or BATCHES:
+                    yield SizingCandidate(question, instance, tp, batch, quantized, padded)
 
 
 @dataclass(frozen=True)
@@ -105,6 +198,11 @@ class LeftOut(Exception):
         problem = next(problem for problem in problems if problem.severity == "error")
         return cls(problem.id, problem.what)
 
+    @classmethod
+    def of_plan(cls, placed: Plan) -> LeftOut:
+        """Returns the first error of the replicas without a place."""
+        return cls.by(problem for missing in placed.unplaced for problem in missing.problems)
+
 
 @dataclass(frozen=True)
 class Advice:
@@ -167,8 +265,7 @@ class _Comparison:
     def __post_init__(self) -> None:
         question = self.question
         first = SizingCandidate(question, question.instances[0], 1, 1, quantized=False, padded=False)
-        text = first.spec(1, 1)
-        parsed = parse(text, question.name, ".")
+        parsed = parse(first.spec(1, 1), question.name, ".")
         if parsed.spec is None or not parsed.ok:
             problem = next(problem for problem in parsed.problems if problem.severity == "error")
             raise Failed(problem.id, problem.what, problem.hint)
@@ -184,38 +281,33 @@ class _Comparison:
         question = self.question
         most = TOPOLOGIES[candidate.instance].cores // candidate.tp_degree
         file = self._file(candidate, most, 1)
-        assert file.spec is not None
-        placed = plan(file.spec, file.hosts, file.checkpoints)
+        placed = _plan(file)
         per_host = len(placed.placements)
         if not per_host:
-            raise LeftOut.by(problem for missing in placed.unplaced for problem in missing.problems)
-        read = self._scenario(file)
-        model, speed = read.scenario.models[0], read.speeds[question.name]
-        self._check_objectives(model)
-        capacity = self._capacity(candidate, file, model)
+            raise LeftOut.of_plan(placed)
+        (model,) = scenario_of(file, measured=question.measured).models
+        slow = slowed(model)
+        self._check_objectives(slow)
+        capacity = self._capacity(candidate, slow)
         rps = question.rps or SHARE * per_host * capacity
-        replicas, measured = self._loaded(candidate, model, per_host, capacity, rps)
+        replicas, measured = self._loaded(candidate, slow, per_host, capacity, rps)
         hosts = math.ceil(replicas / per_host)
         final = self._file(candidate, replicas, hosts)
-        assert final.spec is not None
-        if (result := plan(final.spec, final.hosts, final.checkpoints)).unplaced:
-            raise LeftOut.by(problem for missing in result.unplaced for problem in missing.problems)
-        tpots = _tpots(measured, question.output_tokens)
-        need = estimate(file.spec.models[0], self.checkpoint)
-        tokens = per_host * capacity * question.output_tokens
+        if (placed := _plan(final)).unplaced:
+            raise LeftOut.of_plan(placed)
         return Line(
             candidate,
             hosts,
             replicas,
             per_host,
             final.text,
-            need.total,
-            tokens,
+            estimate(model.spec, self.checkpoint).total,
+            per_host * capacity * question.output_tokens,
             rps,
             _milliseconds(measured.ttfts),
-            _milliseconds(tpots),
+            _milliseconds(_tpots(measured, question.output_tokens)),
             _milliseconds(measured.latencies),
-            speed,
+            model.speed,
         )
 
     def _file(self, candidate: SizingCandidate, replicas: int, hosts: int) -> SpecFile:
@@ -225,36 +317,21 @@ class _Comparison:
             raise LeftOut.by(file.problems)
         return file
 
-    def _scenario(self, file: SpecFile) -> SpecScenario:
-        """Returns the scenario of a spec, with times as long as the errors of their estimates allow."""
-        name = self.question.name
-        speed = scenario_of(file, measured=self.question.measured).speeds[name]
-        decode, prefill = 1000 / (1 - speed.decode_error), 1000 / (1 - speed.prefill_error)
-        slow = {
-            "step_ms": speed.step_s * decode,
-            "prefill_base_ms": speed.prefill_base_s * prefill,
-            "prefill_token_ms": speed.prefill_token_s * prefill,
-            "prefill_square_ns": speed.prefill_square_s * prefill * 1e6,
-        }
-        return replace(scenario_of(file, measured=[MeasuredSpeed(name, slow)]), speeds={name: speed})
-
     def _check_objectives(self, model: SimModel) -> None:
         """Leaves a candidate out that is too slow without any load."""
         question = self.question
-        first, step = model.prefill_s((question.prompt_tokens,)) * 1000, model.step_s * 1000
+        first, step = model.prefill_s((question.prompt_tokens,)) * 1000, model.speed.step_s * 1000
         if question.ttft_ms is not None and first > question.ttft_ms:
             raise LeftOut("ttft", f"a prompt takes up to {first:.0f} ms without any load", first)
         if question.tpot_ms is not None and step > question.tpot_ms:
             raise LeftOut("tpot", f"a step takes up to {step:.1f} ms", step)
 
-    def _capacity(self, candidate: SizingCandidate, file: SpecFile, model: SimModel) -> float:
+    def _capacity(self, candidate: SizingCandidate, model: SimModel) -> float:
         """Returns the requests/s that one replica serves if its slots are never free."""
         if candidate.shape not in self.capacities:
-            question, count = self.question, ROUNDS * model.slots
+            question = self.question
             arrival = Arrival(0.0, question.name, question.prompt_tokens, question.output_tokens)
-            single = self._file(candidate, 1, 1)
-            outcome = simulate(self._scenario(single).scenario, [arrival] * count, Fixed({question.name: 1}))
-            measured = outcome.measured[question.name]
+            measured = self._simulate(candidate, 1, 1, [arrival] * (ROUNDS * model.slots))
             self.capacities[candidate.shape] = measured.answered / max(measured.latencies)
         return self.capacities[candidate.shape]
 
@@ -283,23 +360,64 @@ class _Comparison:
             seconds = min(MOST_REQUESTS, max(REQUESTS, TURNOVERS * busy)) / rps
             lengths = Lengths.parse(f"{question.prompt_tokens}:{question.output_tokens}")
             load = Workload("poisson", (question.name,), rps, seconds, lengths=lengths)
-            file = self._file(candidate, replicas, math.ceil(replicas / per_host))
-            policy = Fixed({question.name: replicas})
-            outcome = simulate(self._scenario(file).scenario, load, policy, since=WARM_UP * seconds)
-            self.runs[key] = outcome.measured[question.name]
+            hosts = math.ceil(replicas / per_host)
+            self.runs[key] = self._simulate(candidate, replicas, hosts, load, since=WARM_UP * seconds)
         return self.runs[key]
+
+    def _simulate(
+        self, candidate: SizingCandidate, replicas: int, hosts: int, load: Iterable[Arrival], since: float = 0.0
+    ) -> Measured:
+        name = self.question.name
+        scenario = scenario_of(self._file(candidate, replicas, hosts), measured=self.question.measured)
+        scenario = replace(scenario, models=tuple(map(slowed, scenario.models)))
+        return simulate(scenario, load, Fixed({name: replicas}), since=since).measured[name]
+
+
+def slowed(model: SimModel) -> SimModel:
+    """Returns a model whose times are as long as the errors of their estimates allow."""
+    speed = model.speed
+    decode, prefill = 1 - speed.decode_error, 1 - speed.prefill_error
+    slow = replace(
+        speed,
+        step_s=speed.step_s / decode,
+        prefill_base_s=speed.prefill_base_s / prefill,
+        prefill_token_s=speed.prefill_token_s / prefill,
+        prefill_square_s=speed.prefill_square_s / prefill,
+    )
+    return replace(model, speed=slow)
+
+
+def _plan(file: SpecFile) -> Plan:
+    assert file.spec is not None
+    return plan(file.spec, file.hosts, file.checkpoints)
 
 
 def _tpots(measured: Measured, output_tokens: int) -> list[float]:
-    """Returns the seconds between tokens of each request; for outputs of one token, none."""
-    if output_tokens < 2:
-        return [0.0] * measured.answered
-    return [
-        (latency - ttft) / (output_tokens - 1) for latency, ttft in zip(measured.latencies, measured.ttfts, strict=True)
-    ]
+    """Returns the seconds between tokens of each request; for outputs of one token, 0."""
+    pairs = zip(measured.latencies, measured.ttfts, strict=True)
+    return [(latency - ttft) / max(1, output_tokens - 1) for latency, ttft in pairs]
 
 
 def _milliseconds(seconds: Iterable[float]) -> Summary:
     summary = Summary.of([value * 1000 for value in seconds])
     assert summary is not None  # a run answers requests
     return summary
+
+
+def advised(source: str, instance: str, max_len: int) -> dict[str, Any] | None:
+    """Returns the fields ``CHOSEN`` of a spec with which a host serves the most requests, with slots of ``max_len``
+    tokens and weights in the checkpoint's own type; None if nothing serves it. Heads are padded only if the model fits
+    in no other way. Takes up to 3 s of one core."""
+    output = min(SizingQuestion.output_tokens, max(1, max_len // 4))
+    prompt = min(SizingQuestion.prompt_tokens, max(1, max_len - output))
+    padded = SizingQuestion(source, "auto", (instance,), prompt, output, max_len)
+    for question in (replace(padded, as_is=True), padded):
+        try:
+            lines = advise(question).lines
+        except Failed:
+            continue
+        for line in lines:
+            if not line.candidate.quantized:
+                fields = line.candidate.fields(line.replicas)
+                return {name: fields[name] for name in CHOSEN if name in fields}
+    return None

@@ -9,9 +9,8 @@ import typer
 import yaml
 from typer.core import TyperGroup
 
-from orchestrator.advise.advice import advise
+from orchestrator.advise.advice import SizingQuestion, advise
 from orchestrator.advise.buckets import BucketAdvice, advise_buckets
-from orchestrator.advise.candidates import SizingQuestion
 from orchestrator.advise.report import advice_data, advice_text, buckets_data, buckets_text
 from orchestrator.cli.app import FAILED, FormatOption, OfflineOption, SpeedsOption, app, bad_parameter
 from orchestrator.cli.client import find_fleet

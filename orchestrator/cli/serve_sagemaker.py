@@ -10,7 +10,7 @@ import typer
 from typer.main import get_group
 
 import orchestrator.cli.up as _  # noqa: F401  # the command that it continues with
-from orchestrator.advise.lone_model import advised
+from orchestrator.advise.advice import advised
 from orchestrator.cli.app import app
 from orchestrator.cli.output import say
 from orchestrator.process.home import Home

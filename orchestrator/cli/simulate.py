@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, TypeVar, get_args
+from typing import Annotated, TypeVar
 
 import typer
 
@@ -21,10 +21,9 @@ from orchestrator.process.durations import moment
 from orchestrator.revisions.spec_file import SpecFile, load
 from orchestrator.simulate import report
 from orchestrator.simulate.inputs import POLICIES, SimulationInputs, run_simulation
-from orchestrator.simulate.lengths import Lengths
 from orchestrator.simulate.page import page
 from orchestrator.simulate.trace_file import InvalidTrace
-from orchestrator.simulate.workload import Kind, Workload
+from orchestrator.simulate.workload import KINDS, Lengths, Workload
 from placements.spec.problems import has_errors
 
 T = TypeVar("T", bound=str)
@@ -131,23 +130,22 @@ def simulate(
         if not has_errors(file.problems):  # errors are reported with the failure
             complain([problem for problem in file.problems if problem.id not in OF_THIS_MACHINE])
     try:
-        played = run_simulation(question, say)
+        description, outcomes = run_simulation(question, say)
     except InvalidTrace as error:
         complain(error.problems)
         if error.more:
             say(f"and {error.more} more")
         raise typer.Exit(FAILED) from None
-    data = {"load": played.load, "policy": policy, "seed": seed, "runs": list(played.runs)}
-    show(data, output, report.text(played.runs, played.load))
+    runs = [report.run_data(outcome) for outcome in outcomes]
+    show({"load": description, "policy": policy, "seed": seed, "runs": runs}, output, report.text(runs, description))
     if html is not None:
-        write(html, page(played.runs, played.outcomes, played.load))
+        write(html, page(runs, outcomes, description))
 
 
 def _generated_load(
     kind: str, rate: float, seconds: float, lengths: str, cv: float | None, shares: dict[str, float]
 ) -> Workload:
-    known: tuple[Kind, ...] = get_args(Kind)
-    chosen = _choice(kind, known, "--generate")
+    chosen = _choice(kind, KINDS, "--generate")
     with bad_parameter("--lengths"):
         return Workload(chosen, (), rate, seconds, cv=cv, lengths=Lengths.parse(lengths), shares=shares)
 

@@ -17,7 +17,7 @@ from orchestrator.fleet.fleet_status import DemandStatus, ScalingStatus
 from orchestrator.fleet.gateway_places import GATEWAY_LOST_S
 from orchestrator.fleet.replica_states import STARTING, State
 from orchestrator.fleet.snapshot import ReplicaView
-from orchestrator.scaling.autoscaler import FleetNow, History, LatencyObjectives, Load, ModelNow, Targets, autoscale
+from orchestrator.scaling.autoscaler import FleetNow, History, Load, ModelNow, Targets, autoscale
 from orchestrator.scaling.demand_report import AUTOSCALE_S, Counts, DemandReport, DemandWindow, RoutingDecision
 from orchestrator.scaling.schedules import Bounds
 from orchestrator.state.expected_starts import expected_start_s
@@ -336,7 +336,6 @@ class Scaler:
         given_up = sum(view.state is State.FAILED and not _is_counted(view) for view in every)
         ready = sum(view.state is State.READY for view in views)
         held, desired = state.counts.bounds(model), state.counts.desired(model)
-        objectives = model.objectives
         own = ((view.host, view.cores.first) for view in views if view.cores is not None)
         encodes = model.kind != "generate"
         batch_wait_s = model.max_wait_ms / 1000 if encodes else 0.0
@@ -348,12 +347,7 @@ class Scaler:
             max=held.max,
             priority=model.priority,
             load_s=expected_start_s(state, model),
-            objectives=LatencyObjectives(
-                _seconds(objectives.ttft_ms),
-                _seconds(objectives.tpot_ms),
-                _seconds(objectives.queue_ms),
-                objectives.items_per_second,
-            ),
+            objectives=model.objectives,
             idle_s=model.scaling.idle_s,
             override=None if self._decides(model) else desired,
             target=desired,
@@ -364,7 +358,7 @@ class Scaler:
             reachable=placed if model.name in state.goal.steps else None,
             worth_per_1000=model.scaling.worth_per_1000,
             first_ready_at=memory.first_ready_at,
-            prefill_s=_prefill_s(memory.prefill_s, _seconds(objectives.ttft_ms)) + batch_wait_s,
+            prefill_s=_prefill_s(memory.prefill_s, model.objectives.ttft_ms) + batch_wait_s,
             encodes=encodes,
             places=tuple((hosts[host], first) for host, first in (*own, *self._awaited_places(model.name, hosts))),
         )
@@ -426,10 +420,6 @@ def _since(view: ReplicaView) -> float:
     return view.since if view.state is State.READY else view.begun
 
 
-def _seconds(milliseconds: float | None) -> float | None:
-    return None if milliseconds is None else milliseconds / 1000
-
-
 def _routing_message(decision: RoutingDecision) -> str:
     parts = [
         f"{decision.request} waited {decision.queue_ms:.0f} ms",
@@ -444,8 +434,8 @@ def _routing_message(decision: RoutingDecision) -> str:
     return ", ".join(parts)
 
 
-def _prefill_s(measured: float | None, ttft_s: float | None) -> float:
+def _prefill_s(measured: float | None, ttft_ms: float | None) -> float:
     """Returns the part of the time to first token that is not spent waiting."""
     if measured is not None:
         return measured
-    return UNKNOWN_PREFILL_S if ttft_s is None else min(UNKNOWN_PREFILL_S, ttft_s / 2)
+    return UNKNOWN_PREFILL_S if ttft_ms is None else min(UNKNOWN_PREFILL_S, ttft_ms / 2000)

@@ -17,18 +17,9 @@ from placements.facts.plural import counted
 from placements.planner.capacity import Capacity, Need, Place, Vacancy
 from placements.planner.host_pool import HostPool
 from placements.planner.tenants import Tenant
+from placements.spec.scaling import Objectives
 
-__all__ = ["FleetNow", "History", "LatencyObjectives", "Load", "ModelNow", "Targets", "autoscale"]
-
-
-@dataclass(frozen=True)
-class LatencyObjectives:
-    """The latency objectives of a model's requests, in seconds; None: no objective."""
-
-    ttft_s: float | None = None
-    tpot_s: float | None = None
-    queue_s: float | None = None
-    items_per_second: float | None = None  # inputs that the replicas of an encoder should be able to encode
+__all__ = ["FleetNow", "History", "Load", "ModelNow", "Targets", "autoscale"]
 
 
 @dataclass(frozen=True)
@@ -42,7 +33,7 @@ class ModelNow:
     max: int  # at this time, with the schedules
     priority: int = 0  # higher first
     load_s: float = 60.0  # from the start of a replica to its first request
-    objectives: LatencyObjectives = LatencyObjectives()
+    objectives: Objectives = field(default_factory=Objectives)
     idle_s: float = 600.0  # time without a request until it scales to zero
     override: int | None = None  # the number of replicas that an operator has set
     target: int = 0  # the last decision
@@ -119,7 +110,7 @@ class _Seat:
         self.asked_at = course.asked_at
         self.unserved_s = course.unserved_s(now)
         self.forecast = history.forecast(model.name)
-        slack_s, tpot = self._slack_s(), model.objectives.tpot_s is not None
+        slack_s, tpot = self._slack_s(), model.objectives.tpot_ms is not None
         self.worth = (
             EncoderCapacity(self.forecast, slack_s)
             if model.encodes
@@ -131,9 +122,9 @@ class _Seat:
     def _slack_s(self) -> float | None:
         """Returns how long a request may wait by the objectives."""
         objectives = self.model.objectives
-        slack = [] if objectives.queue_s is None else [objectives.queue_s]
-        if objectives.ttft_s is not None:
-            slack.append(max(0.0, objectives.ttft_s - self.model.prefill_s))
+        slack = [] if objectives.queue_ms is None else [objectives.queue_ms / 1000]
+        if objectives.ttft_ms is not None:
+            slack.append(max(0.0, objectives.ttft_ms / 1000 - self.model.prefill_s))
         return min(slack, default=None)
 
     def _resident(self, now: float) -> bool:

@@ -4,34 +4,39 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import datetime
+from functools import lru_cache
+from typing import NamedTuple
 from zoneinfo import ZoneInfo
 
 from cronsim import CronSim
 
 from placements.spec.scaling import Schedule
-from placements.spec.schema import Replicas
+from placements.spec.schema import ModelSpec, Replicas
 
 TWICE_S = 7200
 """More than the largest backward step of any zone's clock."""
 
 
-@dataclass(frozen=True)
-class Bounds:
+class Bounds(NamedTuple):
     """The minimum and maximum number of replicas of a model."""
 
     min: int
     max: int
 
 
-def bounds(replicas: Replicas, schedules: Sequence[Schedule], at: float) -> Bounds:
-    """Returns the bounds at ``at``, in seconds since the epoch; they change on whole minutes only.
+def bounds(model: ModelSpec, at: float) -> Bounds:
+    """Returns the bounds of a model at ``at``, in seconds since the epoch; they change on whole minutes only.
 
     Of several active schedules, the greatest ``min`` and the least ``max`` count; ``min`` takes precedence over
     ``max``, and `replicas.max` over both.
     """
-    active = [schedule for schedule in schedules if is_active(schedule, at)]
+    return _bounds(model.replicas, model.scaling.schedules, at // 60 * 60)
+
+
+@lru_cache(maxsize=256)
+def _bounds(replicas: Replicas, schedules: Sequence[Schedule], minute: float) -> Bounds:
+    active = [schedule for schedule in schedules if is_active(schedule, minute)]
     least = [schedule.min for schedule in active if schedule.min is not None]
     most = [schedule.max for schedule in active if schedule.max is not None]
     low = min(max(least, default=replicas.min), replicas.max)

@@ -1,21 +1,20 @@
-"""A simulation run with the planner and a scaling policy."""
+"""A simulation run: the planner, the router and a scaling policy on a virtual clock."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
-from orchestrator.scaling.autoscaler import FleetNow, ModelNow
-from orchestrator.scaling.demand_report import Counts
-from orchestrator.scaling.forecast import Load
-from orchestrator.simulate.scaling_policy import ScalingPolicy
-from orchestrator.simulate.scenario import Scenario
+from orchestrator.scaling.autoscaler import FleetNow, ModelNow, Targets, autoscale
+from orchestrator.scaling.demand_report import AUTOSCALE_S, Counts
+from orchestrator.scaling.forecast import History, Load
+from orchestrator.scaling.schedules import bounds
+from orchestrator.simulate.scenario import Scenario, SimModel
 from orchestrator.simulate.simulated_fleet import Change, SimFleet, SimulatedPhase
-from orchestrator.simulate.simulated_model import SimModel
 from orchestrator.simulate.simulated_queue import Measured, SimulatedQueue
-from orchestrator.simulate.simulated_replica import SimReplica
-from orchestrator.simulate.simulated_request import Arrival
+from orchestrator.simulate.simulated_replica import Arrival
 from orchestrator.simulate.virtual_clock import Clock
 from placements.planner.capacity import needs
 from placements.planner.host_pool import HostPool
@@ -25,8 +24,43 @@ GRACE_S = 3600.0
 """The time that a run continues after the last arrival."""
 
 
-@dataclass(frozen=True)
-class PolicyDecision:
+class ScalingPolicy(Protocol):
+    """A policy that is called every ``tick_s``, and immediately when a request finds no replica."""
+
+    @property
+    def tick_s(self) -> float: ...
+
+    def decide(self, now: float, loads: Mapping[str, Load], fleet: FleetNow) -> Targets:
+        """Returns the targets. ``loads`` cover the time since the last call; ``now`` is in seconds of virtual time."""
+        ...
+
+
+class Joint:
+    """Production's autoscaler (`orchestrator.scaling.autoscaler`). Keeps the demand history of one run."""
+
+    tick_s = AUTOSCALE_S
+
+    def __init__(self) -> None:
+        self._history = History()
+
+    def decide(self, now: float, loads: Mapping[str, Load], fleet: FleetNow) -> Targets:
+        self._history = self._history.after(now, loads)
+        return autoscale(self._history, fleet, now)
+
+
+class Fixed:
+    """Constant numbers of replicas."""
+
+    tick_s = AUTOSCALE_S
+
+    def __init__(self, counts: Mapping[str, int]) -> None:
+        self._counts = dict(counts)
+
+    def decide(self, now: float, loads: Mapping[str, Load], fleet: FleetNow) -> Targets:
+        return Targets(dict(self._counts), {})
+
+
+class PolicyDecision(NamedTuple):
     """One decision of the policy about one model."""
 
     at: float
@@ -65,49 +99,32 @@ def simulate(
     seed: int = 0,
     initial: Mapping[str, int] | None = None,
     since: float = 0.0,
-    bounds: Callable[[SimModel, float], tuple[int, int]] | None = None,
     record: bool = False,
 ) -> Outcome:
     """Simulates the arrivals, in the order of their times, until all have ended, or GRACE_S after the last.
 
     ``initial`` is the number of replicas of each model that are ready at the start, by default its ``min``. Requests
-    before ``since`` are not measured. ``bounds`` returns min and max of a model at a time (schedules). ``record`` keeps
-    every change of a replica and every decision. Raises KeyError for a model that is not in the scenario. The same
-    arguments give the same outcome.
+    before ``since`` are not measured. ``record`` keeps every change of a replica and every decision. Raises KeyError
+    for a model that is not in the scenario. The same arguments give the same outcome.
     """
-    run = _Run(scenario, policy, seed, since, bounds, record)
-    return run.run(arrivals, initial)
+    if initial is None:
+        initial = {model.name: model.spec.replicas.min for model in scenario.models}
+    return _Run(scenario, policy, seed, since, record).run(arrivals, initial)
 
 
-@dataclass(eq=False)
 class _Run:
-    scenario: Scenario
-    policy: ScalingPolicy
-    seed: int
-    since: float
-    bounds: Callable[[SimModel, float], tuple[int, int]] | None
-    record: bool
-
-    def __post_init__(self) -> None:
-        scenario, record = self.scenario, self.record
+    def __init__(self, scenario: Scenario, policy: ScalingPolicy, seed: int, since: float, record: bool) -> None:
+        self.scenario, self.policy = scenario, policy
         self.clock = clock = Clock()
-        self.queues: dict[str, SimulatedQueue] = {}
-        self.fleet = SimFleet(
-            scenario,
-            clock,
-            on_ready=self._on_ready,
-            on_drain=lambda name, replica: self.queues[name].retire(replica),
-            on_lost=lambda name, requests: self.queues[name].lose(requests),
-            record=record,
-        )
-        for model in scenario.models:
-            queue = SimulatedQueue(model, clock, gateways=scenario.gateways, seed=self.seed, since=self.since)
-            queue.on_cold = self._on_cold
-            queue.on_empty = self.fleet.emptied
-            self.queues[model.name] = queue
+        self.queues = {
+            model.name: SimulatedQueue(model, clock, gateways=scenario.gateways, seed=seed, since=since)
+            for model in scenario.models
+        }
+        self.fleet = SimFleet(scenario, clock, self.queues, record)
+        for queue in self.queues.values():
+            queue.on_cold, queue.on_empty = self._on_cold, self.fleet.emptied
         self.targets: dict[str, int] = {}
         self.decisions: list[PolicyDecision] | None = [] if record else None
-        self._first_ready: dict[str, float | None] = dict.fromkeys(self.queues, None)
         self._pool = HostPool(scenario.hosts, {}, prices(scenario.spec, scenario.hosts))
         self._needs = needs(scenario.spec, self._pool, scenario.checkpoints)
         self._by_request: set[str] = set()  # models without scaling that a request has started
@@ -115,22 +132,21 @@ class _Run:
         self._woken = False
         self._stop_at = math.inf
 
-    def run(self, arrivals: Iterable[Arrival], initial: Mapping[str, int] | None) -> Outcome:
-        names = self.scenario.models
-        self.targets = {model.name: model.min if initial is None else initial.get(model.name, 0) for model in names}
-        self.fleet.apply(self.targets, at_once=True)
+    def run(self, arrivals: Iterable[Arrival], initial: Mapping[str, int]) -> Outcome:
+        queues, fleet = self.queues, self.fleet
+        self.targets = {name: initial.get(name, 0) for name in queues}
+        fleet.apply(self.targets, at_once=True)
         self.clock.at(self.policy.tick_s, self._tick)
-        queues = self.queues
         self.clock.run(arrivals, lambda arrival: queues[arrival.model].arrive(arrival))
         return Outcome(
             self.scenario,
             self.clock.now,
             {name: queue.measured for name, queue in queues.items()},
-            self.fleet.loads,
-            {name: self.fleet.core_seconds(name) for name in queues},
-            self.fleet.hosts.host_seconds(),
-            self.fleet.hosts.requests,
-            tuple(self.fleet.changes or ()),
+            fleet.loads,
+            fleet.core_seconds(),
+            fleet.hosts.host_seconds(),
+            fleet.hosts.requests,
+            tuple(fleet.changes or ()),
             tuple(self.decisions or ()),
         )
 
@@ -162,14 +178,9 @@ class _Run:
         starting = {name for (name, _), holder in self.fleet.holders.items() if holder.phase is SimulatedPhase.LOADING}
         idle = [queue for name, queue in self.queues.items() if not queue.replicas and name not in starting]
         cold = [queue.model for queue in idle if queue.waiting]
-        self._by_request |= {model.name for model in cold if not model.auto and model.max}
+        self._by_request |= {model.name for model in cold if not model.spec.scaling.auto}
         if cold:
             self._decide()
-
-    def _on_ready(self, model: str, replica: SimReplica) -> None:
-        if self._first_ready[model] is None:
-            self._first_ready[model] = self.clock.now
-        self.queues[model].add(replica)
 
     # Scaling
 
@@ -188,37 +199,36 @@ class _Run:
             self.fleet.apply(self.targets)
 
     def _fleet_now(self) -> FleetNow:
-        counts, places = self.fleet.counts(), self.fleet.places(self._pool.numbers)
-        return FleetNow(
-            tuple(self._model_now(model, *counts[model.name], places[model.name]) for model in self.scenario.models),
-            self._pool,
-        )
+        places = self.fleet.places(self._pool.numbers)
+        counts = self.fleet.counts()
+        models = (self._model_now(model, *counts[model.name], places[model.name]) for model in self.scenario.models)
+        return FleetNow(tuple(models), self._pool)
 
     def _model_now(
         self, model: SimModel, ready: int, starting: int, since: float | None, places: tuple[tuple[int, int], ...]
     ) -> ModelNow:
-        name = model.name
-        low, high = (model.min, model.max) if self.bounds is None else self.bounds(model, self.clock.now)
+        name, spec, first_ready = model.name, model.spec, self.fleet.first_ready
+        held = bounds(spec, self.scenario.begins + self.clock.now)
         if not ready and not starting:
-            self._first_ready[name] = None
+            first_ready[name] = None
         return ModelNow(
             name=name,
             need=self._needs.get(name),
             slots=model.slots,
-            min=low,
-            max=high,
-            priority=model.priority,
-            load_s=model.load_s,
-            objectives=model.objectives,
-            idle_s=model.idle_s,
-            override=None if model.auto else max(low, int(name in self._by_request)),
+            min=held.min,
+            max=held.max,
+            priority=spec.priority,
+            load_s=model.speed.load_s,
+            objectives=spec.objectives,
+            idle_s=spec.scaling.idle_s,
+            override=None if spec.scaling.auto else max(held.min, int(name in self._by_request)),
             target=self.targets[name],
             ready=ready,
             starting=starting,
             since=since,
             reachable=self.fleet.reachable[name],
-            worth_per_1000=model.worth_per_1000,
-            first_ready_at=self._first_ready[name],
+            worth_per_1000=spec.scaling.worth_per_1000,
+            first_ready_at=first_ready[name],
             places=places,
             prefill_s=model.typical_prefill_s,
             encodes=model.encoder is not None,

@@ -1,18 +1,19 @@
-"""The simulated queues of one model, one per gateway, and the replicas that they send to."""
+"""The simulated queues of one model, one per gateway, and their links to its replicas."""
 
 from __future__ import annotations
 
+import math
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
 from orchestrator.dispatch.dispatcher import Dispatcher, Refusal
+from orchestrator.dispatch.prefix_index import PrefixIndex
+from orchestrator.dispatch.replica_choice import Pace
 from orchestrator.scaling.demand_report import Counts
-from orchestrator.simulate.simulated_link import SimLink, SimLinks
-from orchestrator.simulate.simulated_model import SimModel
-from orchestrator.simulate.simulated_replica import SimReplica
-from orchestrator.simulate.simulated_request import Arrival, SimRequest
+from orchestrator.simulate.scenario import SimModel
+from orchestrator.simulate.simulated_replica import Arrival, SimReplica, SimRequest
 from orchestrator.simulate.virtual_clock import Clock
 
 
@@ -44,6 +45,56 @@ class Measured:
         return self.attained / self.arrived if self.arrived else 1.0
 
 
+@dataclass(slots=True, eq=False)
+class SimLink:
+    """The requests of one gateway on a replica (see `orchestrator.gateway.serving.replica_link`)."""
+
+    replica: SimReplica
+    gateway: int
+    clock: Clock
+    idle: bool = True  # it has had no token since it had no request
+    live: int = 0
+    prefilling: int = 0  # requests without a token
+    pace: float = 0.0  # seconds per token, the value of ``tracked``
+    tracked: Pace = field(default_factory=Pace)
+    prefixes: PrefixIndex | None = None  # prompts have no tokens here
+    id: str = field(init=False)
+    free_slots: int = field(init=False)  # 0 between a BUSY and the next free slot
+
+    def __post_init__(self) -> None:
+        self.id = str(self.replica.index)
+        self.free_slots = self.replica.slots
+
+    def stepped_at(self) -> float:
+        """Returns the end of the replica's last step, as the gateway sees it by the tokens; -inf while it is idle."""
+        if self.idle:
+            return -math.inf
+        replica = self.replica
+        base, step_s = replica.base, replica.step_s
+        return base if replica.prefill else base + (self.clock.now - base) // step_s * step_s
+
+    @property
+    def progress(self) -> Iterator[tuple[SimRequest, int]]:
+        """Its requests, with the tokens that each has so far."""
+        return (item for item in self.replica.progress(self.clock.now) if item[0].link is self)
+
+    @property
+    def bounds(self) -> list[float]:
+        """Not known: traces have no max_tokens."""
+        return [math.inf] * self.live
+
+
+class SimLinks(list[SimLink]):
+    """The links of one gateway."""
+
+    slots = 0  # of all replicas
+    prefix_block = 0
+
+    @property
+    def reachable(self) -> bool:
+        return bool(self)
+
+
 class SimulatedQueue:
     """One model: its requests arrive here, wait in the queue of their gateway, and are sent to a replica."""
 
@@ -65,11 +116,13 @@ class SimulatedQueue:
         self._gateway_of = Random(f"gateways {seed} {model.name}").randrange
         self._count = 0
         self._retired: set[SimReplica] = set()
-        unset = model.ttft_s is None and model.tpot_s is None and model.queue_s is None
-        self._ttft_s = model.judged_ttft_s if unset else model.ttft_s
+        judged = model.judged
+        self._ttft_s, self._tpot_s, self._queue_s = (
+            math.inf if limit is None else limit / 1000 for limit in (judged.ttft_ms, judged.tpot_ms, judged.queue_ms)
+        )
 
     def new_dispatcher(self, links: SimLinks) -> Dispatcher[SimRequest, SimLink]:
-        return Dispatcher(self.model, links, self, stepped_at=SimLink.stepped_at)
+        return Dispatcher(self.model.queue, links, self, stepped_at=SimLink.stepped_at)
 
     @property
     def waiting(self) -> int:
@@ -136,8 +189,7 @@ class SimulatedQueue:
             link.free_slots = 0
             replica.busy.append(link)
             return False
-        if request.timer:
-            self._stop_timer(request)
+        self._stop_timer(request)
         request.link = link
         link.live += 1
         link.prefilling += 1
@@ -150,22 +202,21 @@ class SimulatedQueue:
         return True
 
     def wait(self, request: SimRequest, delay_s: float | None) -> None:
-        if request.timer:
-            self._stop_timer(request)
+        self._stop_timer(request)
         if delay_s is not None:
             request.timer = self.clock.at(self.clock.now + delay_s, self._waited, request)
 
     def refuse(self, request: SimRequest, refusal: Refusal) -> None:
-        if request.timer:
-            self._stop_timer(request)
+        self._stop_timer(request)
         if request.arrived_at >= self.since:
             self.measured.refused += 1
 
     # Inside
 
     def _stop_timer(self, request: SimRequest) -> None:
-        self.clock.cancel(request.timer)
-        request.timer = 0
+        if request.timer:
+            self.clock.cancel(request.timer)
+            request.timer = 0
 
     def _waited(self, request: SimRequest) -> None:
         request.timer = 0
@@ -221,17 +272,12 @@ class SimulatedQueue:
             self._dispatchers[gateway].pump(now)
 
     def _measure(self, request: SimRequest, now: float, measured: Measured) -> None:
-        model, arrived_at, tokens = self.model, request.arrived_at, request.output_tokens
-        ttft = request.first_at - arrived_at
-        queued = request.sent_at - arrived_at
+        arrived_at, tokens = request.arrived_at, request.output_tokens
+        ttft, queued = request.first_at - arrived_at, request.sent_at - arrived_at
         measured.ttfts.append(ttft)
         measured.latencies.append(now - arrived_at)
         measured.queued.append(queued)
-        if model.encoder is None:
+        if self.model.encoder is None:
             measured.output_tokens += tokens
-        if (
-            (self._ttft_s is None or ttft <= self._ttft_s)
-            and (model.queue_s is None or queued <= model.queue_s)
-            and (model.tpot_s is None or tokens < 2 or now - request.first_at <= model.tpot_s * (tokens - 1))
-        ):
-            measured.attained += 1
+        in_pace = tokens < 2 or now - request.first_at <= self._tpot_s * (tokens - 1)
+        measured.attained += in_pace and ttft <= self._ttft_s and queued <= self._queue_s

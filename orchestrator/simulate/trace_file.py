@@ -8,13 +8,11 @@ import math
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Any, TextIO
 
 from orchestrator.process.durations import moment
-from orchestrator.simulate.lengths import cut_pair
-from orchestrator.simulate.simulated_request import Arrival
+from orchestrator.simulate.simulated_replica import Arrival
+from orchestrator.simulate.workload import cut_pair
 from placements.spec.problems import Problem
 
 MAX_PROBLEMS = 20
@@ -34,85 +32,69 @@ class InvalidTrace(Exception):
         self.more = more
 
 
-@dataclass(frozen=True)
 class Trace:
-    """Arrivals in the order of their times, 22 bytes each. ``begins`` is the first one's time in seconds since the
-    epoch, if the file has such times. ``unknown`` counts the dropped requests by unknown model name.
+    """Arrivals, 22 bytes each; after `sort` in the order of their times. ``begins`` is the first one's time in seconds
+    since the epoch, if the file has such times. ``unknown`` counts the dropped requests by unknown model name.
     """
 
-    models: tuple[str, ...]
-    keys: tuple[str, ...]
-    begins: float | None
-    times: array[float]
-    of_model: array[int]
-    prompts: array[int]
-    outputs: array[int]
-    of_key: array[int]
-    unknown: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    def __init__(self) -> None:
+        self.begins: float | None = None
+        self.unknown = Counter[str]()
+        self._models: dict[str, int] = {}  # the numbers of the names
+        self._keys: dict[str, int] = {}
+        self.times, self.prompts, self.outputs = array("d"), array("I"), array("I")
+        self._of_model, self._of_key = array("H"), array("I")
 
     def __len__(self) -> int:
         return len(self.times)
 
     def __iter__(self) -> Iterator[Arrival]:
-        models, keys = self.models, self.keys
-        for at, model, prompt, output, key in zip(
-            self.times, self.of_model, self.prompts, self.outputs, self.of_key, strict=True
-        ):
+        models, keys = tuple(self._models), tuple(self._keys)
+        columns = zip(self.times, self._of_model, self.prompts, self.outputs, self._of_key, strict=True)
+        for at, model, prompt, output, key in columns:
             yield Arrival(at, models[model], prompt, output, keys[key])
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """The models with requests, in the order of the file."""
+        return tuple(self._models)
 
     @property
     def seconds(self) -> float:
         """The time of the last arrival."""
         return self.times[-1] if len(self.times) else 0.0
 
-
-def fit_lengths(trace: Trace, limits: Mapping[str, int]) -> tuple[Trace, Counter[str]]:
-    """Cuts requests whose prompt and output together exceed ``limits``, as `cut_pair` does; returns the trace and the
-    number of cut requests by model."""
-    most = [limits[model] for model in trace.models]
-    prompts, outputs, cut = array("I", trace.prompts), array("I", trace.outputs), Counter[str]()
-    for i, model in enumerate(trace.of_model):
-        if prompts[i] + outputs[i] > most[model]:
-            prompts[i], outputs[i] = cut_pair((prompts[i], outputs[i]), most[model])
-            cut[trace.models[model]] += 1
-    return (replace(trace, prompts=prompts, outputs=outputs), cut) if cut else (trace, cut)
-
-
-class _TraceBuilder:
-    """Collects the arrivals of a trace."""
-
-    def __init__(self) -> None:
-        self.models: dict[str, int] = {}
-        self.keys: dict[str, int] = {}
-        self.times = array("d")
-        self.of_model, self.of_key = array("H"), array("I")
-        self.prompts, self.outputs = array("I"), array("I")
-        self.unknown = Counter[str]()
-
     def add(self, at: float, model: str, prompt: int, output: int, key: str) -> None:
+        """Adds an arrival, in any order."""
         self.times.append(at)
-        self.of_model.append(self.models.setdefault(model, len(self.models)))
+        self._of_model.append(self._models.setdefault(model, len(self._models)))
         self.prompts.append(prompt)
         self.outputs.append(output)
-        self.of_key.append(self.keys.setdefault(key, len(self.keys)))
+        self._of_key.append(self._keys.setdefault(key, len(self._keys)))
 
-    def trace(self) -> Trace:
-        """Returns the trace in the order of times. Shifts times since the epoch to start at 0; keeps others."""
+    def sort(self) -> None:
+        """Sorts the arrivals by time. Shifts times since the epoch to start at 0; keeps others."""
         times = self.times
         order = sorted(range(len(times)), key=times.__getitem__)
-        begins = times[order[0]] if order and times[order[0]] > EPOCH else None
-        first = begins or 0.0
-        return Trace(
-            tuple(self.models),
-            tuple(self.keys),
-            begins,
-            array("d", (times[i] - first for i in order)),
-            array("H", (self.of_model[i] for i in order)),
-            array("I", (self.prompts[i] for i in order)),
-            array("I", (self.outputs[i] for i in order)),
-            array("I", (self.of_key[i] for i in order)),
-            MappingProxyType(dict(self.unknown)),
-        )
+        if order and times[order[0]] > EPOCH:
+            self.begins = times[order[0]]
+        first = self.begins or 0.0
+        self.times = array("d", (times[i] - first for i in order))
+        for name in ("prompts", "outputs", "_of_model", "_of_key"):
+            column = getattr(self, name)
+            setattr(self, name, array(column.typecode, (column[i] for i in order)))
+
+
+def fit_lengths(trace: Trace, limits: Mapping[str, int]) -> Counter[str]:
+    """Cuts requests whose prompt and output together exceed ``limits``, as `cut_pair` does; returns the number of cut
+    requests by model."""
+    cut = Counter[str]()
+    for i, arrival in enumerate(trace):
+        pair, most = (arrival.prompt_tokens, arrival.output_tokens), limits[arrival.model]
+        if sum(pair) > most:
+            trace.prompts[i], trace.outputs[i] = cut_pair(pair, most)
+            cut[arrival.model] += 1
+    return cut
 
 
 def read_trace(stream: TextIO, name: str, models: Mapping[str, str] | None) -> Trace:
@@ -121,7 +103,7 @@ def read_trace(stream: TextIO, name: str, models: Mapping[str, str] | None) -> T
     Ignores other columns and counts requests of other models. Raises InvalidTrace with the problem of each bad line, or
     if no request is for one of the models.
     """
-    builder, problems, more = _TraceBuilder(), list[Problem](), 0
+    trace, problems, more = Trace(), list[Problem](), 0
     first = stream.readline()
     if not first.strip():
         raise InvalidTrace(
@@ -138,15 +120,16 @@ def read_trace(stream: TextIO, name: str, models: Mapping[str, str] | None) -> T
                 more += 1
         else:
             if (model := name_in_trace if models is None else models.get(name_in_trace)) is None:
-                builder.unknown[name_in_trace] += 1
+                trace.unknown[name_in_trace] += 1
             else:
-                builder.add(at, model, prompt, output, key)
+                trace.add(at, model, prompt, output, key)
     if problems:
         raise InvalidTrace(problems, more)
-    if models is not None and builder.unknown and not builder.times:
-        what = f"no request is for a model in the spec; the requests are for {by_model(builder.unknown)}"
+    if models is not None and trace.unknown and not trace.times:
+        what = f"no request is for a model in the spec; the requests are for {by_model(trace.unknown)}"
         raise InvalidTrace([_problem(name, 1, what, f"models in the spec: {', '.join(sorted({*models.values()}))}")])
-    return builder.trace()
+    trace.sort()
+    return trace
 
 
 def by_model(counts: Mapping[str, int]) -> str:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import merge
+from importlib import resources
 from random import Random
 from typing import Literal, get_args
 
-from orchestrator.simulate.lengths import Lengths
-from orchestrator.simulate.simulated_request import Arrival
+from orchestrator.simulate.simulated_replica import Arrival
 
 Kind = Literal["poisson", "gamma", "diurnal", "onoff", "mixed"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -22,6 +23,45 @@ SWING = 0.8  # amplitude of a diurnal load: from a fifth of the mean rate to nin
 ON_S, OFF_S = 300.0, 900.0  # mean lengths of the busy periods and pauses of an on/off load
 STEPS = 1440  # steps of constant rate per period of a diurnal load
 GAMMA_CV = 4.0  # default of `gamma`
+NAMES = ("chat",)  # of lengths
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Pairs of prompt and output tokens to draw from. ``capped``: how many pairs were cut to fit the model."""
+
+    name: str
+    pairs: tuple[tuple[int, int], ...]
+    capped: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> Lengths:
+        """Parses a name, or ``PROMPT:OUTPUT`` for a constant length of each. Raises ValueError."""
+        if text in NAMES:
+            read = json.loads(resources.files("orchestrator.simulate").joinpath(f"{text}.json").read_text())
+            return cls(text, tuple((prompt, output) for prompt, output in read["pairs"]))
+        prompt, colon, output = text.partition(":")
+        if not (colon and prompt.isascii() and prompt.isdecimal() and output.isascii() and output.isdecimal()):
+            raise ValueError(f"{text!r} is neither {' nor '.join(NAMES)} nor PROMPT:OUTPUT, like 512:128")
+        if not (0 < int(prompt) < 2**31 and 0 < int(output) < 2**31):
+            raise ValueError(f"{text!r}: both lengths must be at least 1")
+        return cls(text, ((int(prompt), int(output)),))
+
+    def within(self, max_len: int) -> Lengths:
+        """Returns the lengths cut to ``max_len`` tokens (at least 2) of prompt and output together: first the output
+        down to half of them, then the prompt."""
+        cut = tuple(cut_pair(pair, max_len) for pair in self.pairs)
+        capped = sum(1 for old, new in zip(self.pairs, cut, strict=True) if old != new)
+        return Lengths(self.name, cut, capped)
+
+
+def cut_pair(pair: tuple[int, int], max_len: int) -> tuple[int, int]:
+    """Cuts prompt and output tokens to ``max_len`` (at least 2) together: first the output down to half of them."""
+    prompt, output = pair
+    if prompt + output <= max_len:
+        return pair
+    output = min(output, max_len // 2)
+    return min(prompt, max_len - output), output
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ class ReplicaCounts:
         self.woken: set[str] = set()  # models with min 0 that a request started
         self.held_back: dict[str, str] = {}  # by model, why the autoscaler does not start requested replicas
         self._records = records
-        self._bounds: dict[str, tuple[ModelSpec, float, Bounds]] = {}  # with the minute in which they apply
 
     def desired(self, model: ModelSpec) -> int:
         """Returns the desired number of replicas: the manual scale, else the autoscaler's and the spec's."""
@@ -38,14 +37,7 @@ class ReplicaCounts:
 
     def bounds(self, model: ModelSpec) -> Bounds:
         """Returns the current limits of the number of replicas, from the spec and its schedules."""
-        if not model.scaling.schedules:
-            return Bounds(min(model.replicas.min, model.replicas.max), model.replicas.max)
-        minute = self._records.wall() // 60.0
-        cached = self._bounds.get(model.name)
-        if cached is None or cached[0] is not model or cached[1] != minute:
-            held = bounds(model.replicas, model.scaling.schedules, self._records.wall())
-            cached = self._bounds[model.name] = model, minute, held
-        return cached[2]
+        return bounds(model, self._records.wall())
 
     def set_target(self, model: ModelSpec, count: int | None) -> None:
         """Set the autoscaler's target; None clears it, so that the spec and the requests decide."""

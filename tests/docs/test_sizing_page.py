@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.cli import main as cli
-from orchestrator.simulate.from_spec import sim_model
+from orchestrator.simulate.scenario import SimModel
 from placements.facts.checkpoints import Checkpoint
 from placements.facts.topology import TOPOLOGIES
 from placements.resources.estimate import speed
@@ -84,9 +84,9 @@ def test_predictions_stand_beside_measurements() -> None:
         (model,) = spec.models
         assert (str(model.tp_degree), str(model.max_batch)) == (degree, batch)
         checkpoint = Checkpoint.from_config(llama | (LLAMA_13B if size == "13b" else {}))
-        replica = sim_model(model, speed(model, checkpoint, "optimum-neuron", inf2), checkpoint, "optimum-neuron")
+        replica = SimModel.of(model, speed(model, checkpoint, "optimum-neuron", inf2), checkpoint, "optimum-neuron")
         seconds = [
-            replica.prefill_s((prompt,) * model.max_batch) + (LENGTH - prompt - 1) * replica.step_s
+            replica.prefill_s((prompt,) * model.max_batch) + (LENGTH - prompt - 1) * replica.speed.step_s
             for prompt in PROMPTS
         ]
         predicted = " / ".join(f"{value:.1f}" for value in seconds)

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.scaling.autoscaler import FleetNow, History, LatencyObjectives, Load, ModelNow, Targets, autoscale
+from orchestrator.scaling.autoscaler import FleetNow, History, Load, ModelNow, Targets, autoscale
 from placements.planner.capacity import Capacity
 from placements.planner.tenants import Tenant
+from placements.spec.scaling import Objectives
 from tests.orchestrator.scaling.pools import need_of, pool_of
 
 NOW = 10_000.0
@@ -34,7 +35,7 @@ def models(draw: st.DrawFn, name: str, priorities: int = 3, sizes: tuple[int, ..
         max=high,
         priority=draw(st.integers(0, priorities - 1)),
         load_s=draw(st.sampled_from((1.0, 30.0, 90.0, 400.0))),
-        objectives=LatencyObjectives(ttft_s=draw(st.sampled_from((None, 1.0, 10.0)))),
+        objectives=Objectives(ttft_ms=draw(st.sampled_from((None, 1000.0, 10_000.0)))),
         override=draw(st.sampled_from((None, None, None, 0, 2))),
         target=target,
         ready=max(0, target - starting),

@@ -8,15 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.advise.advice import WITHIN, Advice, advise
-from orchestrator.advise.candidates import SizingQuestion, candidates
+from orchestrator.advise.advice import WITHIN, Advice, SizingQuestion, advise, candidates
 from orchestrator.process.failure import Failed
 from orchestrator.revisions.spec_file import examine, this_machine
-from orchestrator.simulate.from_spec import scenario_of
-from orchestrator.simulate.lengths import Lengths
-from orchestrator.simulate.run import simulate
-from orchestrator.simulate.scaling_policy import Fixed
-from orchestrator.simulate.workload import Workload
+from orchestrator.simulate.run import Fixed, simulate
+from orchestrator.simulate.scenario import scenario_of
+from orchestrator.simulate.workload import Lengths, Workload
 from placements.facts.checkpoints import Checkpoint
 from placements.planner.plan import plan
 from placements.spec.problems import has_errors
@@ -37,7 +34,7 @@ SMALL = ("inf2.xlarge", "inf2.48xlarge")
 @pytest.fixture(autouse=True, scope="module")
 def few_batches() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("orchestrator.advise.candidates.BATCHES", (2, 16))
+        patch.setattr("orchestrator.advise.advice.BATCHES", (2, 16))
         yield
 
 
@@ -73,7 +70,7 @@ def test_what_is_recommended_is_within_the_limits(advice: Advice) -> None:
         assert file.spec is not None
         name = file.spec.models[0].name
         load = Workload("poisson", (name,), 6.0, 200.0, seed=1, lengths=Lengths.parse("512:128"))
-        outcome = simulate(scenario_of(file).scenario, load, Fixed({name: line.replicas}))
+        outcome = simulate(scenario_of(file), load, Fixed({name: line.replicas}))
         assert outcome.measured[name].attainment >= WITHIN - 0.01
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.advise.lone_model import advised
+from orchestrator.advise.advice import advised
 from orchestrator.sagemaker.model_folder import examined, problems_of
 from placements.facts.machine import Machine
 from tests.stubs import stub_checkpoint

@@ -16,7 +16,7 @@ TRACE = "time,model,prompt_tokens,output_tokens\n0,a,100,5\n1,b,3000,5\n2,a,300,
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr("orchestrator.advise.candidates.BATCHES", (4,))
+    monkeypatch.setattr("orchestrator.advise.advice.BATCHES", (4,))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "llama").mkdir()
     (tmp_path / "llama" / "config.json").write_text(json.dumps(LLAMA))

@@ -9,13 +9,14 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.scaling.autoscaler import FleetNow, History, LatencyObjectives, Load, ModelNow, Targets, autoscale
+from orchestrator.scaling.autoscaler import FleetNow, History, Load, ModelNow, Targets, autoscale
 from orchestrator.scaling.queueing_model import delayed, occupied
 from orchestrator.scaling.service_capacity import ServiceCapacity
 from placements.facts.topology import TOPOLOGIES, Host
 from placements.planner.capacity import Need
 from placements.planner.host_pool import HostPool
 from placements.planner.tenants import Demand
+from placements.spec.scaling import Objectives
 from tests.orchestrator.scaling.pools import need_of, pool_of
 
 HOST = (24, 0.0)
@@ -33,7 +34,7 @@ def chat(name: str = "chat", cores: int = 8, **fields: object) -> ModelNow:
         since=0.0,
         idle_s=1e6,
         first_ready_at=0.0,
-        objectives=LatencyObjectives(5.0),
+        objectives=Objectives(ttft_ms=5000.0),
     )
     model = replace(known, **fields)  # type: ignore[arg-type]
     return replace(model, ready=model.target - model.starting)
@@ -460,13 +461,13 @@ def test_the_shorter_objective_counts_minus_the_prefill_time_for_ttft() -> None:
     """The same load needs one more replica if requests may wait less."""
     history = busy({"chat": 0.75})
 
-    def count(objectives: LatencyObjectives, prefill_s: float = 0.1) -> int:
+    def count(objectives: Objectives, prefill_s: float = 0.1) -> int:
         return decide(history, chat(target=3, objectives=objectives, prefill_s=prefill_s), hosts=2).counts["chat"]
 
-    assert count(LatencyObjectives(8.0)) == 3
-    assert count(LatencyObjectives(8.0), prefill_s=7.9) == 4
-    assert count(LatencyObjectives(8.0, queue_s=0.1)) == 4
-    assert count(LatencyObjectives(0.2, queue_s=8.0)) == 4
+    assert count(Objectives(ttft_ms=8000.0)) == 3
+    assert count(Objectives(ttft_ms=8000.0), prefill_s=7.9) == 4
+    assert count(Objectives(ttft_ms=8000.0, queue_ms=100.0)) == 4
+    assert count(Objectives(ttft_ms=200.0, queue_ms=8000.0)) == 4
 
 
 def test_a_model_that_loads_for_longer_than_the_horizon_grows_too() -> None:

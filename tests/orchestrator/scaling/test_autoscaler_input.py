@@ -118,7 +118,7 @@ def test_the_autoscaler_gets_the_wishes_and_the_state_of_each_model(tmp_path: Pa
         await report(fleet, 1, 7)
         a, b, fixed = decider.last.models
         assert (a.name, a.cores, a.slots, a.min, a.max, a.priority) == ("a", 4, 8, 1, 3, 7)
-        assert (a.objectives.ttft_s, a.objectives.tpot_s, a.objectives.queue_s) == (0.8, None, 0.25)
+        assert (a.objectives.ttft_ms, a.objectives.tpot_ms, a.objectives.queue_ms) == (800, None, 250)
         assert (a.worth_per_1000, a.load_s, a.target, a.ready, a.starting, a.reachable) == (2.5, 2.0, 1, 1, 0, 1)
         assert (a.override, a.first_ready_at, a.since) == (None, 2.0, 2.0)
         assert a.places == ((0, 0),)

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.scaling.schedules import Bounds, bounds, is_active
-from placements.spec.scaling import Schedule
-from placements.spec.schema import Replicas
+from placements.spec.scaling import Scaling, Schedule
+from placements.spec.schema import ModelSpec, Replicas
 
 BERLIN = "Europe/Berlin"
 
@@ -116,16 +116,27 @@ def test_a_schedule_with_equal_start_and_end_is_always_active() -> None:
     assert is_active(schedule("0 0 * * *", "0 0 * * *"), at("2026-11-20 12:00"))
 
 
-def test_without_a_schedule_the_bounds_are_the_specs() -> None:
-    """At any time."""
-    assert bounds(Replicas(min=1, max=4), (), 0.0) == Bounds(1, 4)
+ALWAYS = ("0 0 * * *", "0 0 * * *", "UTC")
 
 
-def test_of_several_schedules_the_largest_min_and_the_smallest_max_apply() -> None:
-    """And min precedes max, replicas.max both."""
-    always = ("0 0 * * *", "0 0 * * *", "UTC")
-    two, three = schedule(*always, 2, 5), schedule(*always, 3, None)
-    assert bounds(Replicas(min=1, max=6), (two, three), 0.0) == Bounds(3, 5)
-    assert bounds(Replicas(min=1, max=6), (three, schedule(*always, None, 1)), 0.0) == Bounds(3, 3)
-    assert bounds(Replicas(min=1, max=2), (three,), 0.0) == Bounds(2, 2)
-    assert bounds(Replicas(min=2, max=4), (schedule(*always, 0, None),), 0.0) == Bounds(0, 4)
+@pytest.mark.parametrize(
+    ("replicas", "schedules", "expected"),
+    [
+        ((1, 4), [], (1, 4)),
+        ((1, 6), [(2, 5), (3, None)], (3, 5)),
+        ((1, 6), [(3, None), (None, 1)], (3, 3)),
+        ((1, 2), [(3, None)], (2, 2)),
+        ((2, 4), [(0, None)], (0, 4)),
+    ],
+)
+def test_of_several_schedules_the_largest_min_and_the_smallest_max_apply(
+    replicas: tuple[int, int], schedules: list[tuple[int | None, int | None]], expected: tuple[int, int]
+) -> None:
+    """And min precedes max, replicas.max both; without a schedule the bounds are the spec's."""
+    model = ModelSpec(
+        name="m",
+        source="./m",
+        replicas=Replicas(min=replicas[0], max=replicas[1]),
+        scaling=Scaling(schedules=tuple(schedule(*ALWAYS, *limits) for limits in schedules)),
+    )
+    assert bounds(model, 0.0) == Bounds(*expected)

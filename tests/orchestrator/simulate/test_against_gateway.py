@@ -13,6 +13,7 @@ import pytest
 
 import workers
 from benchmarks.routing_parts.fixed_replicas import serve_fixed
+from benchmarks.scaling_parts.scenarios import sim_model
 from orchestrator.fleet.replica_states import ModelState
 from orchestrator.fleet.route_table import ModelRoutes, Route
 from orchestrator.gateway.openai.errors import ApiError
@@ -22,9 +23,8 @@ from orchestrator.gateway.serving.replica_link import ReplicaLink
 from orchestrator.gateway.serving.scheduling_parameters import SchedulingParameters
 from orchestrator.gateway.serving.ticket import Ticket
 from orchestrator.process.version import corewright_version
-from orchestrator.simulate.simulated_model import SimModel
-from orchestrator.simulate.simulated_replica import SimReplica
-from orchestrator.simulate.simulated_request import Arrival, SimRequest
+from orchestrator.simulate.scenario import SimModel
+from orchestrator.simulate.simulated_replica import Arrival, SimReplica, SimRequest
 from tests.orchestrator.simulate.test_kernel import BUCKETS, TimedEngine
 from workers.batching.batcher import Batcher
 from workers.messages.requests import GenerateRequest, TokenEvent
@@ -104,8 +104,8 @@ async def gateway_decisions(
         engine="echo",
         source=None,
         max_len=BUCKETS[-1],
-        max_queue=model.max_queue,
-        queue_order=model.queue_order,
+        max_queue=model.spec.max_queue,
+        queue_order=model.spec.queue_order,
         loads_on_request=False,
         replicas=[Route(f"m/{i}", 1, "/nowhere") for i in range(len(models))],
     )
@@ -168,7 +168,7 @@ def recorded(seed: int, count: int, rate: float, **columns: list[Any]) -> list[A
 def replicas_of(order: Any) -> list[SimModel]:
     """Returns a model for each replica. No two have the same step: what ends at the same time ends in any order."""
     return [
-        SimModel(
+        sim_model(
             "m",
             slots=3,
             step_s=step_s,

@@ -13,10 +13,9 @@ import pytest
 from orchestrator.cli import trace as command
 from orchestrator.cli.main import run
 from orchestrator.revisions.spec_file import load
-from orchestrator.simulate.from_spec import bounds_at, scenario_of
-from orchestrator.simulate.plots import areas
-from orchestrator.simulate.simulated_fleet import Change
-from orchestrator.simulate.timeline import sparkline, timeline
+from orchestrator.simulate.run import Joint, simulate
+from orchestrator.simulate.scenario import scenario_of
+from orchestrator.simulate.simulated_replica import Arrival
 
 SPEC = """\
 hosts: {emulate: inf2.48xlarge}
@@ -200,31 +199,6 @@ def test_a_page_is_written(spec: str, tmp_path: Path) -> None:
     assert len(pictures[0].findall("polygon")) == 2
 
 
-def test_the_areas_of_a_plot_are_stacked() -> None:
-    """The upper one starts where the lower one ends."""
-    picture = ElementTree.fromstring(
-        areas({"a": [1.0], "b": [2.0]}, 10.0, "cores", 4.0).partition("</svg>")[0] + "</svg>"
-    )
-    low, high = (
-        [tuple(map(float, point.split(","))) for point in str(polygon.get("points")).split()]
-        for polygon in picture.findall("polygon")
-    )
-    assert low[:2] == high[:1:-1]
-    assert low[0][1] - high[0][1] == pytest.approx(2 * (low[2][1] - low[0][1]), abs=0.2)
-
-
-def test_a_timeline_divides_held_cores_over_its_bins() -> None:
-    """A replica that runs to the end, and one that ends within a bin; and the plot."""
-    changes = [
-        Change(0.0, "a", 0, "h", "0-7", "start"),
-        Change(5.0, "b", 0, "h", "8", "start"),
-        Change(15.0, "b", 0, "h", "8", "end"),
-    ]
-    lines = timeline(changes, ["a", "b"], 20.0, 2)
-    assert lines.cores == {"a": [8.0, 8.0], "b": [0.5, 0.5]}
-    assert sparkline([0.0, 0.01, 4.0, 8.0], 8.0) == " ▁▄█"
-
-
 def test_measured_speeds_are_used(spec: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And shown as measured."""
     speeds = tmp_path / "speeds.json"
@@ -281,10 +255,10 @@ def test_schedules_are_active_at_their_times(tmp_path: Path) -> None:
     path = tmp_path / "spec.yaml"
     schedule = "scaling: {schedules: [{start: 0 8 * * *, end: 0 18 * * *, min: 2}]}"
     path.write_text(f"models: {{a: {{engine: echo, replicas: {{min: 0, max: 3}}, {schedule}}}}}\n")
-    scenario = scenario_of(load(str(path))).scenario
-    bounds = bounds_at(scenario.spec, 1_767_571_200.0)  # 2026-01-05 00:00 UTC
-    assert bounds is not None
-    assert [bounds(scenario.models[0], hour * 3600.0) for hour in (7, 9, 19)] == [(0, 3), (2, 3), (0, 3)]
+    scenario = scenario_of(load(str(path)))
+    outcome = simulate(scenario, [Arrival(19 * 3600.0, "a", 10, 10)], Joint(), record=True)
+    risen = outcome.decisions[0]
+    assert (risen.at // 3600, risen.after) == (8, 2)
 
 
 class PlayedFleet:

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.routing_parts.fixed_replicas import serve_fixed
-from orchestrator.simulate.simulated_encoder import SimEncoder
-from orchestrator.simulate.simulated_model import SimModel
-from orchestrator.simulate.simulated_request import Arrival
+from benchmarks.scaling_parts.scenarios import sim_model
+from orchestrator.simulate.scenario import SimModel
+from orchestrator.simulate.simulated_replica import Arrival, SimEncoder
 from workers.batching.encode_batcher import EncodeBatcher
 from workers.messages.encoder_protocol import EncodeInput, EncoderSpec
 from workers.messages.requests import GenerateRequest, TokenEvent
@@ -24,14 +24,14 @@ BUCKETS = (4, 8, 16)
 
 def model(*, ragged: bool, rows: int = 4, gather_s: float = 0.0) -> SimModel:
     encoder = EncoderSpec(rows=rows, buckets=BUCKETS, vocab_size=10, width=1, pads_to_longest=ragged)
-    return SimModel(
+    return sim_model(
         "m",
-        slots=100,
+        slots=50,
         prefill_base_s=0.01,
         prefill_token_s=0.001,
         buckets=BUCKETS,
         encoder=encoder,
-        gather_s=gather_s,
+        max_wait_ms=gather_s * 1000,
     )
 
 

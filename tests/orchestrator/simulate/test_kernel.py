@@ -12,17 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.routing_parts.fixed_replicas import serve_fixed
-from orchestrator.simulate.simulated_model import SimModel
+from benchmarks.scaling_parts.scenarios import sim_model
+from orchestrator.simulate.scenario import SimModel
 from orchestrator.simulate.simulated_queue import Measured
-from orchestrator.simulate.simulated_replica import SimReplica
-from orchestrator.simulate.simulated_request import Arrival, SimRequest
+from orchestrator.simulate.simulated_replica import Arrival, SimReplica, SimRequest
 from orchestrator.simulate.virtual_clock import Clock
 from workers.batching.batcher import Batcher
 from workers.engines.echo import EchoEngine
 from workers.messages.requests import GenerateRequest, TokenEvent
 from workers.text.tokenizer import ByteTokenizer
 
-MODEL = SimModel("m", slots=2, step_s=0.1, prefill_base_s=0.05, max_queue=10**6)
+MODEL = sim_model("m", slots=2, step_s=0.1, prefill_base_s=0.05, max_queue=10**6)
 
 
 def served(
@@ -60,33 +60,33 @@ def test_a_prefill_stalls_the_decodes_of_its_replica() -> None:
 
 def test_a_prefill_does_not_stall_another_replica() -> None:
     """Each replica has separate steps."""
-    model = SimModel("m", slots=1, step_s=0.1, prefill_base_s=0.05)
+    model = sim_model("m", slots=1, step_s=0.1, prefill_base_s=0.05)
     assert times(served([(0.0, 11), (0.2, 1)], model, replicas=2)) == [(0.05, 0.05), (0.05, 1.05)]
 
 
 def test_after_a_prefill_live_requests_get_a_decode_before_the_next() -> None:
     """Step 2a of the batcher: the third prompt is read one decode after the second."""
-    model = SimModel("m", slots=3, step_s=0.1, prefill_base_s=0.05)
+    model = sim_model("m", slots=3, step_s=0.1, prefill_base_s=0.05)
     measured = times(served([(0.0, 100), (0.06, 50), (0.07, 50)], model))
     assert sorted(ttft for ttft, _ in measured) == pytest.approx([0.05, 0.14, 0.28])
 
 
 def test_prompts_that_wait_are_read_together_where_they_fit() -> None:
     """Step 2c: two of 10 tokens within 32."""
-    model = SimModel("m", slots=3, step_s=0.1, prefill_base_s=0.05, prefill_tokens=32)
+    model = sim_model("m", slots=3, step_s=0.1, prefill_base_s=0.05, prefill_tokens=32)
     measured = times(served([(0.0, 100), (0.06, 50), (0.07, 50)], model))
     assert sorted(ttft for ttft, _ in measured) == pytest.approx([0.05, 0.13, 0.14])
 
 
 def test_prompts_are_padded_to_their_bucket() -> None:
     """10 tokens cost 16."""
-    model = SimModel("m", prefill_base_s=0.0, prefill_token_s=0.01, buckets=(16, 32))
+    model = sim_model("m", prefill_base_s=0.0, prefill_token_s=0.01, buckets=(16, 32))
     assert times(served([(0.0, 1)], model)) == [(0.16, 0.16)]
 
 
 def test_the_attention_of_a_prompt_grows_with_its_square() -> None:
     """Of each of the prompts that are prefilled together, with its padding; replicas and estimates agree."""
-    model = SimModel("m", slots=3, prefill_base_s=0.0, prefill_square_s=0.001, buckets=(16, 32), prefill_tokens=32)
+    model = sim_model("m", slots=3, prefill_base_s=0.0, prefill_square_s=0.001, buckets=(16, 32), prefill_tokens=32)
     measured = times(served([(0.0, 1), (0.1, 1), (0.2, 1)], model))
     assert sorted(ttft for ttft, _ in measured) == pytest.approx([0.256, 0.568, 0.668])
     assert model.prefill_s((10, 16)) == pytest.approx(2 * 0.256)
@@ -94,28 +94,28 @@ def test_the_attention_of_a_prompt_grows_with_its_square() -> None:
 
 def test_a_request_for_a_full_model_waits_for_a_slot() -> None:
     """It leaves when the first ends."""
-    model = SimModel("m", slots=1, step_s=0.1, prefill_base_s=0.05)
+    model = sim_model("m", slots=1, step_s=0.1, prefill_base_s=0.05)
     measured = served([(0.0, 11), (0.5, 1)], model)
     assert list(measured.queued) == pytest.approx([0.0, 0.55])
 
 
 def test_more_than_the_queue_holds_is_refused() -> None:
     """One is served, one waits, one is refused."""
-    model = SimModel("m", slots=1, max_queue=1)
+    model = sim_model("m", slots=1, max_queue=1)
     measured = served([(0.0, 5), (0.01, 5), (0.02, 5)], model)
     assert (measured.answered, measured.refused, measured.open) == (2, 1, 0)
 
 
 def test_a_request_that_would_wait_too_long_is_rejected() -> None:
     """Its deadline cannot be kept: the one before it uses the only slot for far longer."""
-    model = SimModel("m", slots=1, step_s=0.1, max_wait_s=0.3)
+    model = sim_model("m", slots=1, step_s=0.1, max_wait_s=0.3)
     measured = served([(0.0, 100), (1.0, 5)], model)
     assert (measured.answered, measured.refused) == (1, 1)
 
 
 def test_other_routers_may_send_more_requests_than_slots() -> None:
     """The replica queues them in their order."""
-    model = SimModel("m", slots=1, step_s=0.1, prefill_base_s=0.05)
+    model = sim_model("m", slots=1, step_s=0.1, prefill_base_s=0.05)
     arrivals = [Arrival(0.0, "m", 10, 2), Arrival(0.01, "m", 10, 2)]
     measured = serve_fixed([model], arrivals, replicas={"m": 1}, choice=lambda replicas, _: replicas[0])["m"]
     assert times(measured) == [(0.05, 0.15), (0.19, 0.29)]
@@ -148,7 +148,7 @@ def test_every_request_is_answered_or_rejected_exactly_once(
     arrivals: list[tuple[int, int]], slots: int, replicas: int, gateways: int, max_queue: int, together: int
 ) -> None:
     """And no answer is faster than on an idle replica."""
-    model = SimModel("m", slots=slots, step_s=0.1, prefill_base_s=0.03, max_queue=max_queue, prefill_tokens=together)
+    model = sim_model("m", slots=slots, step_s=0.1, prefill_base_s=0.03, max_queue=max_queue, prefill_tokens=together)
     requests = [(at / 20, tokens) for at, tokens in sorted(arrivals)]
     measured = served(requests, model, replicas, gateways)
     assert (measured.answered + measured.refused, measured.open) == (len(requests), 0)
@@ -165,7 +165,9 @@ def test_a_replica_takes_its_steps_as_the_batcher_does(sends: list[tuple[int, in
     """The product's batcher, with an engine whose steps take virtual time, starts and ends each request when the
     simulator does, also prompts that are prefilled together.
     """
-    model = SimModel("m", slots=slots, step_s=0.125, prefill_base_s=0.0625, buckets=BUCKETS, prefill_tokens=BUCKETS[-1])
+    model = sim_model(
+        "m", slots=slots, step_s=0.125, prefill_base_s=0.0625, buckets=BUCKETS, prefill_tokens=BUCKETS[-1]
+    )
     requests = [
         SimRequest.of(Arrival(0.0, "m", prompt, tokens), i, at / 16 + i / 1024)  # none comes just as a step ends
         for i, (at, tokens, prompt) in enumerate(sorted(sends))
@@ -199,11 +201,11 @@ class TimedEngine(EchoEngine):
         self._model = model
 
     def prefill(self, slots: Sequence[int], prompts: Sequence[Sequence[int]]) -> list[int]:
-        self.now += self._model.prefill_base_s
+        self.now += self._model.speed.prefill_base_s
         return super().prefill(slots, prompts)
 
     def decode(self, slots: Sequence[int], tokens: Sequence[int], positions: Sequence[int]) -> list[int]:
-        self.now += self._model.step_s
+        self.now += self._model.speed.step_s
         return super().decode(slots, tokens, positions)
 
 
@@ -253,7 +255,7 @@ def erlang_c(servers: int, load: float) -> float:
 @pytest.mark.parametrize(("servers", "load"), [(1, 0.7), (4, 3.2), (12, 10.0)])
 def test_single_slots_wait_as_in_queueing_theory(servers: int, load: float) -> None:
     """M/M/c: the mean wait is C(c, a) / (c mu - lambda), within 8 %."""
-    model = SimModel("m", slots=1, step_s=0.001, prefill_base_s=1e-9, max_queue=10**9)
+    model = sim_model("m", slots=1, step_s=0.001, prefill_base_s=1e-9, max_queue=10**6)
     arrivals = exponential(load, 1000.0, 120_000, 5)
     measured = serve_fixed([model], arrivals, replicas={"m": servers}, since=100.0)["m"]
     expected = erlang_c(servers, load) / (servers - load)
@@ -266,14 +268,14 @@ def test_fixed_lengths_wait_as_in_queueing_theory() -> None:
     for _ in range(20_000):
         at += draw.expovariate(0.6)
         arrivals.append(Arrival(at, "m", 1, 101))
-    model = SimModel("m", slots=1, step_s=0.01, prefill_base_s=1e-9, max_queue=10**9)
+    model = sim_model("m", slots=1, step_s=0.01, prefill_base_s=1e-9, max_queue=10**6)
     measured = serve_fixed([model], arrivals, replicas={"m": 1})["m"]
     assert sum(measured.queued) / len(measured.queued) == pytest.approx(0.75, rel=0.08)
 
 
 def test_late_binding_has_shorter_tails_than_two_choices() -> None:
     """At 85 % load; `benchmarks/routing.py` measures more."""
-    model = SimModel("m", slots=4, step_s=0.03, prefill_base_s=0.02, max_queue=10**6)
+    model = sim_model("m", slots=4, step_s=0.03, prefill_base_s=0.02, max_queue=10**6)
     arrivals = list(exponential(16.0, 100.0, 6_000, 1))
     draw = Random(2)
 
@@ -295,19 +297,19 @@ def test_gateways_share_the_slots_of_a_replica() -> None:
 
 def test_a_wait_beyond_the_queue_objective_misses_it() -> None:
     """The second request waits for 0.55 s."""
-    model = SimModel("m", slots=1, step_s=0.1, prefill_base_s=0.05, queue_s=0.5)
+    model = sim_model("m", slots=1, step_s=0.1, prefill_base_s=0.05, objectives={"queue_ms": 500.0})
     assert served([(0.0, 11), (0.5, 1)], model).attainment == 0.5
 
 
 def test_tokens_slower_than_the_objective_miss_it() -> None:
     """A prefill stalls the first request for half a step in ten; an answer of one token has nothing to measure."""
-    model = SimModel("m", slots=2, step_s=0.1, prefill_base_s=0.05, tpot_s=0.102)
+    model = sim_model("m", slots=2, step_s=0.1, prefill_base_s=0.05, objectives={"tpot_ms": 102.0})
     assert served([(0.0, 11), (0.2, 1)], model).attainment == 0.5
 
 
 def test_a_flood_of_one_key_does_not_keep_others_out_of_a_full_queue() -> None:
     """As in the gateway: its last request is rejected."""
-    model = SimModel("m", slots=1, step_s=0.1, prefill_base_s=0.05, max_queue=2)
+    model = sim_model("m", slots=1, step_s=0.1, prefill_base_s=0.05, max_queue=2)
     flood = [Arrival(0.01 * i, "m", 10, 1, "flood") for i in range(4)]
     measured = serve_fixed([model], [*flood, Arrival(0.045, "m", 10, 30, "other")], replicas={"m": 1})["m"]
     assert (measured.answered, measured.refused) == (3, 2)

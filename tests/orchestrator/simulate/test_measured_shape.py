@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from orchestrator.revisions.spec_file import load
-from orchestrator.simulate.from_spec import SpecScenario, scenario_of
+from orchestrator.simulate.scenario import Scenario, scenario_of
 from placements.facts.topology import Host
 from placements.resources.calibration import MeasuredSpeed
 from placements.resources.estimate import speed
@@ -69,7 +69,7 @@ def test_another_checkpoint_or_degree_is_another_shape() -> None:
     assert [difference(SHAPE, each).split()[0] for each in other] == ["tp_degree", "weights", "engine"]
 
 
-def scenario(folder: Path, measured: MeasuredSpeed) -> SpecScenario:
+def scenario(folder: Path, measured: MeasuredSpeed) -> Scenario:
     (folder / "f.yaml").write_text(SPEC)
     return scenario_of(load(str(folder / "f.yaml"), folders="plan"), measured=[measured])
 
@@ -82,8 +82,8 @@ def own_shape() -> dict[str, Any]:
 def test_a_measured_speed_replaces_the_estimate_and_says_how_often_it_was_measured(tmp_path: Path) -> None:
     """The rest stays estimated."""
     read = scenario(tmp_path, MeasuredSpeed("m", {"step_ms": 9.0}, 345, own_shape()))
-    assert read.scenario.models[0].step_s == 0.009
-    assert read.speeds["m"].source.startswith("measured on 345 requests, the rest ")
+    assert read.models[0].speed.step_s == 0.009
+    assert read.models[0].speed.source.startswith("measured on 345 requests, the rest ")
 
 
 def test_a_speed_of_another_shape_does_not_apply(tmp_path: Path) -> None:
@@ -92,8 +92,8 @@ def test_a_speed_of_another_shape_does_not_apply(tmp_path: Path) -> None:
         tmp_path, MeasuredSpeed("m", {"step_ms": 9.0}, 345, {**own_shape(), "machine": "emulated inf2.48xlarge"})
     )
     estimated = speed(model("m", 8, engine="nxd-inference", max_len=1024), None, "nxd-inference", INF2.topology)
-    assert read.scenario.models[0].step_s == estimated.step_s
-    assert read.speeds["m"].source.endswith(
+    assert read.models[0].speed.step_s == estimated.step_s
+    assert read.models[0].speed.source.endswith(
         "measured with machine emulated inf2.48xlarge instead of inf2.48xlarge, which does not apply"
     )
 
@@ -102,5 +102,5 @@ def test_a_measured_time_of_tokens_includes_their_attention(tmp_path: Path) -> N
     """No estimated time for squares is added to it, and with the other three speeds nothing is estimated."""
     line = {"prefill_base_ms": 10.0, "prefill_token_ms": 0.5}
     read = scenario(tmp_path, MeasuredSpeed("m", {**line, "step_ms": 9.0, "load_s": 41.0}, 345, own_shape()))
-    assert read.scenario.models[0].prefill_s((1024,)) == pytest.approx(0.010 + 0.512)
-    assert read.speeds["m"].source == "measured on 345 requests"
+    assert read.models[0].prefill_s((1024,)) == pytest.approx(0.010 + 0.512)
+    assert read.models[0].speed.source == "measured on 345 requests"

@@ -7,20 +7,20 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.scaling_parts.scenarios import scenario_of
+from benchmarks.scaling_parts.scenarios import scenario_of, sim_model
 from orchestrator.scaling.autoscaler import FleetNow, Targets
 from orchestrator.scaling.forecast import Load
-from orchestrator.simulate.run import Outcome, simulate
-from orchestrator.simulate.scaling_policy import Fixed, Joint
-from orchestrator.simulate.simulated_model import SimModel
-from orchestrator.simulate.simulated_request import Arrival
+from orchestrator.simulate.run import Fixed, Joint, Outcome, simulate
+from orchestrator.simulate.scenario import SimModel
+from orchestrator.simulate.simulated_fleet import SimulatedPhase
+from orchestrator.simulate.simulated_replica import Arrival
 from orchestrator.simulate.workload import Workload
-from placements.facts.core_range import CoreRange
 
 
 class Scripted:
@@ -37,9 +37,12 @@ class Scripted:
         return Targets(self._script[max(0, at)], {})
 
 
-def model(name: str, cores: int = 8, **more: object) -> SimModel:
-    values: dict[str, object] = {"slots": 2, "step_s": 0.1, "load_s": 15.0, "min": 0, "max": 9, **more}
-    return SimModel(name, cores=cores, **values)  # type: ignore[arg-type]
+OBJECTIVES = {"ttft_ms": 2000.0}
+LOADING, READY, DRAINING, GONE = SimulatedPhase
+
+
+def model(name: str, cores: int = 8, **more: Any) -> SimModel:
+    return sim_model(name, cores=cores, **{"slots": 2, "step_s": 0.1, "load_s": 15.0, "least": 0, "most": 9, **more})
 
 
 def held(outcome: Outcome) -> list[tuple[float, dict[tuple[str, int], str]]]:
@@ -47,26 +50,27 @@ def held(outcome: Outcome) -> list[tuple[float, dict[tuple[str, int], str]]]:
     cores: dict[tuple[str, int], str] = {}
     steps = []
     for change in outcome.changes:
-        mine = {(change.host, core) for core in CoreRange.parse(change.cores)}
-        id = f"{change.model}/{change.replica}"
-        if change.what == "start":
+        placement = change.placement
+        mine = {(placement.host, core) for core in placement.cores or ()}
+        id = f"{placement.model}/{placement.replica}"
+        if change.phase is LOADING:
             assert not mine & set(cores), f"{id} at {change.at}"
             cores |= dict.fromkeys(mine, id)
-        elif change.what == "end":
+        elif change.phase is GONE:
             assert {cores.pop(core) for core in mine} == {id}
         steps.append((change.at, dict(cores)))
     return steps
 
 
-def kinds(outcome: Outcome, name: str) -> list[tuple[float, str]]:
-    return [(change.at, change.what) for change in outcome.changes if change.model == name]
+def kinds(outcome: Outcome, name: str) -> list[tuple[float, SimulatedPhase]]:
+    return [(change.at, change.phase) for change in outcome.changes if change.placement.model == name]
 
 
 def test_a_replica_is_ready_when_it_has_loaded() -> None:
     """Decided at the first tick, ready load_s later."""
     arrivals = [Arrival(5.0, "a", 10, 2), Arrival(60.0, "a", 10, 2)]
     outcome = simulate(scenario_of([model("a")], hosts=1), arrivals, Scripted([{"a": 1}]), record=True)
-    assert kinds(outcome, "a") == [(5.0, "start"), (20.0, "ready")]
+    assert kinds(outcome, "a") == [(5.0, LOADING), (20.0, READY)]
 
 
 def test_the_first_request_of_a_model_at_zero_is_decided_at_once() -> None:
@@ -82,8 +86,8 @@ def test_cores_are_free_before_they_are_used_again() -> None:
     scenario = scenario_of([model("a", 24), model("b", 24)], hosts=1)
     outcome = simulate(scenario, arrivals, Scripted([{"a": 0, "b": 1}]), initial={"a": 1}, record=True)
     assert held(outcome)
-    assert kinds(outcome, "a")[2:] == [(10.0, "drain"), (pytest.approx(19.016), "end")]
-    assert kinds(outcome, "b")[0] == (pytest.approx(19.016), "start")
+    assert kinds(outcome, "a")[2:] == [(10.0, DRAINING), (pytest.approx(19.016), GONE)]
+    assert kinds(outcome, "b")[0] == (pytest.approx(19.016), LOADING)
 
 
 def test_a_draining_replica_is_ended_at_its_deadline() -> None:
@@ -99,13 +103,13 @@ def test_an_unwanted_replica_stops_loading() -> None:
     arrivals = [Arrival(1.0, "b", 10, 1), Arrival(40.0, "b", 10, 1)]
     script = Scripted([{"a": 1, "b": 1}, {"a": 0, "b": 1}])
     outcome = simulate(scenario_of([model("a", load_s=30.0), model("b")], hosts=1), arrivals, script, record=True)
-    assert kinds(outcome, "a") == [(1.0, "start"), (20.0, "end")]
+    assert kinds(outcome, "a") == [(1.0, LOADING), (20.0, GONE)]
 
 
 def test_requests_wait_for_a_first_replica_up_to_hold_s() -> None:
     """There is no room for the model."""
     arrivals = [Arrival(1.0, "a", 10, 1), Arrival(100.0, "a", 10, 1)]
-    outcome = simulate(scenario_of([model("a", hold_s=30.0)], hosts=1), arrivals, Scripted([{"a": 0}]))
+    outcome = simulate(scenario_of([model("a", scaling={"hold_s": 30.0})], hosts=1), arrivals, Scripted([{"a": 0}]))
     assert outcome.measured["a"].refused == 2
 
 
@@ -121,12 +125,12 @@ def test_a_host_joins_for_a_replica_and_is_given_back_when_none_needs_it() -> No
     """It joins a minute after its request, and leaves when it was spare for as long; idle hosts are not requested."""
     arrivals = [Arrival(float(at), "a", 10, 1) for at in range(400)]
     script = Scripted([{"a": 1}] * 3 + [{"a": 2}] * 16 + [{"a": 1}])
-    outcome = simulate(scenario_of([model("a", 24, min=1)], hosts=3, least=1), arrivals, script, record=True)
-    assert [(change.at, change.what) for change in outcome.changes if change.replica == 1] == [
-        (100.0, "start"),
-        (115.0, "ready"),
-        (200.0, "drain"),
-        (200.0, "end"),
+    outcome = simulate(scenario_of([model("a", 24, least=1)], hosts=3, least=1), arrivals, script, record=True)
+    assert [(change.at, change.phase) for change in outcome.changes if change.placement.replica == 1] == [
+        (100.0, LOADING),
+        (115.0, READY),
+        (200.0, DRAINING),
+        (200.0, GONE),
     ]
     assert outcome.host_starts == 1
     assert list(outcome.host_s.values()) == [outcome.seconds, 270.0 - 40.0, 0.0]
@@ -136,14 +140,14 @@ def test_an_unwanted_machine_is_not_awaited() -> None:
     """Its request is withdrawn, and no time is counted afterwards."""
     arrivals = [Arrival(float(at), "a", 10, 1) for at in range(200)]
     script = Scripted([{"a": 2}] * 3 + [{"a": 1}])
-    outcome = simulate(scenario_of([model("a", 24, min=1)], hosts=2, least=1), arrivals, script, record=True)
+    outcome = simulate(scenario_of([model("a", 24, least=1)], hosts=2, least=1), arrivals, script, record=True)
     assert list(outcome.host_s.values()) == [outcome.seconds, 30.0]
     assert outcome.loads == {"a": 0}
 
 
 def test_a_replica_that_waits_for_a_machine_with_a_price_is_not_dropped() -> None:
     """A steady load requests each machine once, although the replica has no cores for five minutes."""
-    models = [model("a", 8, min=1, ttft_s=2.0, slots=4), model("b", 8, ttft_s=2.0, slots=4)]
+    models = [model("a", 8, least=1, objectives=OBJECTIVES, slots=4), model("b", 8, objectives=OBJECTIVES, slots=4)]
     scenario = scenario_of(models, hosts=3, least=1, price=0.5, host_start_s=300.0)
     outcome = simulate(scenario, Workload("poisson", ("a", "b"), 1.5, 1200.0, 1), Joint())
     assert 0 < outcome.host_starts <= 2
@@ -160,7 +164,7 @@ def test_the_policy_gets_the_running_replicas() -> None:
 def test_a_model_without_scaling_keeps_its_min() -> None:
     """`scaling: {auto: false}`."""
     arrivals = [Arrival(at / 10, "a", 10, 50) for at in range(600)]
-    outcome = simulate(scenario_of([model("a", min=1, auto=False)], hosts=1), arrivals, Joint())
+    outcome = simulate(scenario_of([model("a", least=1, scaling={"auto": False})], hosts=1), arrivals, Joint())
     assert outcome.loads["a"] == 0
 
 
@@ -188,11 +192,12 @@ def test_no_core_is_ever_held_twice(script: list[dict[str, int]], seed: int, lea
 @settings(max_examples=6, deadline=None)
 def test_the_autoscaler_never_exceeds_the_cores_of_the_fleet(seed: int, kind: str) -> None:
     """Its targets together, at every decision."""
-    models = [model("a", 8, ttft_s=2.0), model("b", 24, ttft_s=2.0), model("c", 4, ttft_s=2.0, priority=1)]
+    sizes = {"a": 8, "b": 24, "c": 4}
+    models = [model(name, cores, objectives=OBJECTIVES, priority=int(name == "c")) for name, cores in sizes.items()]
     load = Workload(kind, ("a", "b", "c"), 4.0, 1200.0, seed)  # type: ignore[arg-type]
     outcome = simulate(scenario_of(models, hosts=2), load, Joint(), record=True)
     held(outcome)
-    targets, sizes = {"a": 0, "b": 0, "c": 0}, {model.name: model.cores for model in models}
+    targets = dict.fromkeys(sizes, 0)
     for before, after in pairwise([*outcome.decisions, None]):
         assert before is not None
         targets[before.model] = before.after
@@ -204,7 +209,7 @@ def test_the_autoscaler_never_exceeds_the_cores_of_the_fleet(seed: int, kind: st
 @pytest.mark.parametrize("rate", [0.15, 0.3])
 def test_constant_load_causes_no_flapping(rate: float) -> None:
     """For an hour: what is started in its first ten minutes stays, give or take one."""
-    models = [model(name, 8, ttft_s=2.0, load_s=60.0) for name in "abc"]
+    models = [model(name, 8, objectives=OBJECTIVES, load_s=60.0) for name in "abc"]
     load = Workload("poisson", ("a", "b", "c"), rate, 3600.0, 1)
     outcome = simulate(scenario_of(models, hosts=2), load, Joint(), record=True)
     late = [decision for decision in outcome.decisions if 600 < decision.at < 3600]
@@ -231,5 +236,5 @@ def test_two_runs_are_equal_for_any_hash_seed() -> None:
 def test_a_static_split_starts_nothing() -> None:
     """`Fixed` simulates a spec without scaling."""
     load = Workload("poisson", ("a",), 1.0, 60.0)
-    outcome = simulate(scenario_of([model("a", min=1)], hosts=1), load, Fixed({"a": 1}))
+    outcome = simulate(scenario_of([model("a", least=1)], hosts=1), load, Fixed({"a": 1}))
     assert outcome.loads["a"] == 0

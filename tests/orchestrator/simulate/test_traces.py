@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import io
 from itertools import pairwise
-from statistics import mean, pstdev
+from statistics import mean, median, pstdev
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from orchestrator.process.failure import Failed
-from orchestrator.simulate.lengths import Lengths
-from orchestrator.simulate.simulated_request import Arrival
+from orchestrator.simulate.simulated_replica import Arrival
 from orchestrator.simulate.speeds import measured_speeds, parse_speeds
 from orchestrator.simulate.trace_file import MAX_PROBLEMS, InvalidTrace, fit_lengths, read_trace
-from orchestrator.simulate.workload import KINDS, Kind, Workload
+from orchestrator.simulate.workload import KINDS, Kind, Lengths, Workload
 from placements.resources.calibration import calibrated
 from tests.placements.fleets import host, model
 
@@ -109,11 +110,8 @@ def test_a_trace_of_other_models_only_is_rejected() -> None:
 def test_requests_that_are_too_long_are_cut() -> None:
     """To prompt and answer of the slot."""
     trace = read_trace(io.StringIO(HEADER + "1,a,900,300,\n2,a,10,10,\n"), "t.csv", MODELS)
-    fit, cut = fit_lengths(trace, {"a": 1000})
-    assert (dict(cut), [(request.prompt_tokens, request.output_tokens) for request in fit]) == (
-        {"a": 1},
-        [(700, 300), (10, 10)],
-    )
+    assert fit_lengths(trace, {"a": 1000}) == {"a": 1}
+    assert [(request.prompt_tokens, request.output_tokens) for request in trace] == [(700, 300), (10, 10)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -161,6 +159,35 @@ def test_lengths_are_those_of_the_model() -> None:
     """Each is one of the given pairs."""
     load = Workload("poisson", ("a",), 1.0, 60.0, lengths=Lengths.parse("7:9"))
     assert {(arrival.prompt_tokens, arrival.output_tokens) for arrival in load} == {(7, 9)}
+
+
+def test_the_chat_lengths_are_close_to_the_published_trace() -> None:
+    """Splitwise reports medians of 1,020 prompt and 129 output tokens; the whole trace's means are 1,155 and 211."""
+    pairs = Lengths.parse("chat").pairs
+    prompts, outputs = [prompt for prompt, _ in pairs], [output for _, output in pairs]
+    assert len(pairs) == 239
+    assert median(prompts) == pytest.approx(1020, rel=0.05)
+    assert mean(prompts) == pytest.approx(1155, rel=0.1)
+    assert median(outputs) == pytest.approx(129, rel=0.25)
+    assert mean(outputs) == pytest.approx(211, rel=0.1)
+
+
+@settings(deadline=None)
+@given(st.integers(2, 5000))
+def test_lengths_are_cut_to_fit(max_len: int) -> None:
+    """Prompt and answer together fit, and neither is empty; what fits already stays."""
+    chat = Lengths.parse("chat")
+    cut = chat.within(max_len)
+    assert all(prompt > 0 and output > 0 and prompt + output <= max_len for prompt, output in cut.pairs)
+    kept = [old == new for old, new in zip(chat.pairs, cut.pairs, strict=True)]
+    assert kept == [sum(pair) <= max_len for pair in chat.pairs]
+    assert cut.capped == kept.count(False)
+
+
+@pytest.mark.parametrize("wrong", ["", "code", "12", "12:", ":5", "0:5", "5:0", "-1:5", "1.5:5", "1:99999999999"])
+def test_invalid_lengths_are_rejected_with_the_valid_forms(wrong: str) -> None:
+    with pytest.raises(ValueError, match=r"PROMPT:OUTPUT|at least 1"):
+        Lengths.parse(wrong)
 
 
 # Speeds
