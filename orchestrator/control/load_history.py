@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from orchestrator.fleet.gateway_places import GATEWAY_LOST_S
-from orchestrator.scaling.demand_report import DemandReport, DemandWindow, ModelLoad
-from orchestrator.scaling.latency_buckets import FIRST_TOKEN_S, TOKEN_S, percentile
+from orchestrator.scaling.demand_report import FIRST_TOKEN_S, TOKEN_S, DemandReport, DemandWindow, ModelLoad, percentile
 
 SAMPLE_S = 10.0
 SAMPLES = 360  # one hour

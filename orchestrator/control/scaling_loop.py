@@ -18,7 +18,8 @@ from orchestrator.fleet.gateway_places import GATEWAY_LOST_S
 from orchestrator.fleet.replica_states import STARTING, State
 from orchestrator.fleet.snapshot import ReplicaView
 from orchestrator.scaling.autoscaler import FleetNow, History, Load, ModelNow, Targets, autoscale
-from orchestrator.scaling.demand_report import AUTOSCALE_S, Counts, DemandReport, DemandWindow, RoutingDecision
+from orchestrator.scaling.demand_report import AUTOSCALE_S, DemandReport, DemandWindow, RoutingDecision
+from orchestrator.scaling.forecast import Counts
 from orchestrator.scaling.schedules import Bounds
 from orchestrator.state.expected_starts import expected_start_s
 from orchestrator.state.fleet_state import FleetState
@@ -281,9 +282,9 @@ class Scaler:
     # Input of decisions
 
     def _load(self, name: str, now: float) -> Load:
-        counts = self._sums.get(name) or Counts()
         latest = self._latest(name)
-        return counts.load(
+        return Load.of(
+            self._sums.get(name, Counts()),
             now - self._since,
             waiting=max(sum(window.waiting for window in latest), 1 if name in self._woken else 0),
             live=sum(window.live for window in latest),

@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from orchestrator.dispatch.fair_queue import FairQueue, Order, QueueFull
+from orchestrator.dispatch.fair_queue import FairQueue, Order, QueuedRequest, QueueFull
 from orchestrator.dispatch.headroom import Headroom
 from orchestrator.dispatch.prefix_index import Chain, PrefixIndex, Sessions, chain
-from orchestrator.dispatch.queued_request import QueuedRequest
 from orchestrator.dispatch.replica_choice import Candidate, choose
 from orchestrator.dispatch.wait_prediction import WaitPrediction
 

@@ -2,66 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from orchestrator.fleet.key_usage import KeyUsage
-from orchestrator.scaling.forecast import Load
-from placements.resources.measured_times import LEAST_TOKENS, PACE, Times, length_class, note
+from orchestrator.scaling.forecast import Counts
 from workers.messages.actor_message import actor_message
 
 AUTOSCALE_S = 5.0  # interval between decisions of the autoscaler
 
-
-class Counts(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The counts of one model since the last report: of one gateway, of all gateways, or of the simulator.
-
-    Callers add to the attributes, and start over with a new object. ``add`` leaves ``times`` out, which do not concern
-    the autoscaler.
-    """
-
-    arrived: int = 0  # inference requests, including those rejected by a full queue
-    ended: int = 0  # requests that had a slot and have ended
-    slot_s: float = 0.0  # seconds that the ended requests held their slots, summed
-    first_tokens: int = 0  # requests that have produced their first token
-    prefill_s: float = 0.0  # seconds from the slot to the first token, or of the batches, summed over these
-    encoded: int = 0  # answered requests of an encoder
-    inputs: int = 0  # of these
-    work_s: float = 0.0  # seconds of an engine that these need in full batches, summed
-    times: dict[str, Times] = {}  # of requests that generate, by the version of the model
-
-    def time(self, version: str, prompt_tokens: int, first_s: float, output_tokens: int, decode_s: float) -> None:
-        """Count the times of a request: ``first_s`` from the slot to the first token, ``decode_s`` from there to the
-        last."""
-        times = self.times.setdefault(version, {})
-        if prompt_tokens:
-            note(times, length_class(prompt_tokens), first_s)
-        if output_tokens >= LEAST_TOKENS:
-            note(times, PACE, decode_s / (output_tokens - 1))
-
-    def add(self, counts: Counts) -> None:
-        self.arrived += counts.arrived
-        self.ended += counts.ended
-        self.slot_s += counts.slot_s
-        self.first_tokens += counts.first_tokens
-        self.prefill_s += counts.prefill_s
-        self.encoded += counts.encoded
-        self.inputs += counts.inputs
-        self.work_s += counts.work_s
-
-    def load(self, seconds: float, *, waiting: int, live: int, longest_wait_s: float) -> Load:
-        """Returns the load of these counts over ``seconds``, with the current queue and slots."""
-        return Load(
-            seconds=seconds,
-            arrived=self.arrived,
-            ended=self.ended,
-            slot_s=self.slot_s,
-            encoded=self.encoded,
-            inputs=self.inputs,
-            work_s=self.work_s,
-            waiting=waiting,
-            live=live,
-            longest_wait_s=longest_wait_s,
-        )
+# Bounds of vLLM v1 (`vllm/v1/metrics/loggers.py`), in seconds.
+FIRST_TOKEN_S = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+# The first three are not vLLM's: a small model on a NeuronCore is faster than vLLM's first bound.
+TOKEN_S = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
 
 
 class DemandWindow(Counts, kw_only=True, omit_defaults=True):
@@ -119,8 +79,26 @@ class ModelLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     model: str
     tokens: int = 0  # generated
-    first: list[int] = []  # times to the first token, by `latency_buckets.FIRST_TOKEN_S`
-    gaps: list[int] = []  # times between two tokens, by `latency_buckets.TOKEN_S`
+    first: list[int] = []  # times to the first token, by FIRST_TOKEN_S
+    gaps: list[int] = []  # times between two tokens, by TOKEN_S
+
+
+def percentile(counts: Sequence[int], bounds: Sequence[float], percent: float) -> float | None:
+    """Returns the percentile of observations that are counted by bucket; None without any.
+
+    As `histogram_quantile` of Prometheus: linear within a bucket, and the last bound for what is above all of them.
+    """
+    rank = sum(counts) * percent / 100
+    if rank == 0:
+        return None
+    below = 0.0
+    for place, upper in enumerate(bounds):
+        count = counts[place]
+        if below + count >= rank:
+            lower = bounds[place - 1] if place else 0.0
+            return lower + (upper - lower) * (rank - below) / count
+        below += count
+    return bounds[-1]
 
 
 class LiveRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from orchestrator.scaling.estimate_weights import PRIOR, EstimateWeights, Likelihoods, likelihoods
-from orchestrator.scaling.spells import Spells
+import msgspec
+
+from placements.resources.measured_times import LEAST_TOKENS, PACE, Times, length_class, note
 
 SPANS_S = (30.0, 120.0, 600.0, 3600.0)
 """Time constants of the exponential averages of the arrivals: a burst, a busy period, the last minutes, the hour."""
@@ -28,22 +29,96 @@ PRIOR_DISPERSION = 4.0  # assumed variance over mean of these counts; Poisson ar
 PRIOR_WINDOWS = 4  # weight of that prior, in windows
 GIVEN_UP_S = 60.0  # after so long without a request, the clients of a model without replicas are assumed gone
 LONGER = 3.0  # factor for bursts that are longer than a window, measured for gamma arrivals of CV 4
+SILENCE_S = 60.0  # a spell ends after so long without an arrival
+BEGINNING_S = 15.0  # added to the length of a spell, so that its first arrivals make no forecast
+MEMORY_S = 3600.0  # time constant of the ended spells
+PRIOR = (0.24, 0.16, 0.08, 0.26, 0.20, 0.06)
+"""Weights before anything was predicted: of the averages over 30, 120, 600 and 3600 s, the spells and the peak."""
+
+PRIOR_PREDICTIONS = 10.0  # weight of PRIOR, in predictions
+PREDICTIONS = 400  # that are remembered, of all models together
+PASSES = 2  # of the search for the best weights, whenever there is a new prediction
+
+Likelihoods = tuple[float, ...]
+"""The likelihood of the arrivals of a window by each estimate, relative to the best of them."""
 
 
-@dataclass(frozen=True)
-class Load:
-    """The load of one model over some seconds: the counts, and the queue and slots at their end."""
+class Counts(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """The counts of one model since the last report: of one gateway, of all gateways, or of the simulator.
 
-    seconds: float
-    arrived: int = 0
-    ended: int = 0  # requests that had a slot
+    Callers add to the attributes, and start over with a new object. ``times`` do not concern the autoscaler.
+    """
+
+    arrived: int = 0  # inference requests, including those rejected by a full queue
+    ended: int = 0  # requests that had a slot and have ended
     slot_s: float = 0.0  # seconds that the ended requests held their slots, summed
+    first_tokens: int = 0  # requests that have produced their first token
+    prefill_s: float = 0.0  # seconds from the slot to the first token, or of the batches, summed over these
     encoded: int = 0  # answered requests of an encoder
     inputs: int = 0  # of these
     work_s: float = 0.0  # seconds of an engine that these need in full batches, summed
+    times: dict[str, Times] = {}  # of requests that generate, by the version of the model
+
+    def time(self, version: str, prompt_tokens: int, first_s: float, output_tokens: int, decode_s: float) -> None:
+        """Counts the times of a request: ``first_s`` from the slot to the first token, ``decode_s`` from there to the
+        last."""
+        times = self.times.setdefault(version, {})
+        if prompt_tokens:
+            note(times, length_class(prompt_tokens), first_s)
+        if output_tokens >= LEAST_TOKENS:
+            note(times, PACE, decode_s / (output_tokens - 1))
+
+    def add(self, counts: Counts) -> None:
+        """Adds the counts of another report, but not its times."""
+        for name in SUMMED:
+            setattr(self, name, getattr(self, name) + getattr(counts, name))
+
+
+SUMMED = tuple(name for name in Counts.__struct_fields__ if name != "times")
+
+
+class Load(Counts):
+    """The load of one model over some seconds: the counts, and the queue and slots at their end."""
+
+    seconds: float
     waiting: int = 0
     live: int = 0
     longest_wait_s: float = 0.0  # of the waiting requests
+
+    @classmethod
+    def of(cls, counts: Counts, seconds: float, *, waiting: int, live: int, longest_wait_s: float) -> Load:
+        """Returns the load of these counts over ``seconds``, with the current queue and slots."""
+        load = cls(seconds, waiting, live, longest_wait_s)
+        load.add(counts)
+        return load
+
+
+@dataclass(frozen=True)
+class Spells:
+    """The present spell, if there is one, and the sums of the ended ones."""
+
+    began: float | None = None
+    last: float = 0.0  # when a request arrived last
+    arrived: int = 0  # in the present spell
+    past: float = 0.0  # arrivals in ended spells, decaying
+    past_s: float = 0.0  # the seconds of these, decaying
+
+    def after(self, now: float, seconds: float, arrived: int) -> Spells:
+        """Returns the spells with so many arrivals in the seconds before ``now``."""
+        keep = math.exp(-seconds / MEMORY_S)
+        past, past_s = self.past * keep, self.past_s * keep
+        if arrived:
+            began = now - seconds if self.began is None else self.began
+            return Spells(began, now, self.arrived + arrived, past, past_s)
+        if self.began is not None and now - self.last > SILENCE_S:
+            return Spells(past=past + self.arrived, past_s=past_s + self.last - self.began)
+        return Spells(self.began, self.last, self.arrived, past, past_s)
+
+    def rate(self, now: float) -> float:
+        """Returns the arrivals per second within spells; 0.0 between two of them."""
+        if self.began is None:
+            return 0.0
+        return (self.past + self.arrived) / (self.past_s + now - self.began + BEGINNING_S)
 
 
 @dataclass(frozen=True)
@@ -189,6 +264,53 @@ class Forecast:
     work_s: float = PRIOR_WORK_S
     input_s: float | None = None
     weights: tuple[float, ...] = PRIOR
+
+
+@dataclass(frozen=True)
+class EstimateWeights:
+    """The weights with which a mixture of the estimates predicts best (expectation maximization)."""
+
+    predictions: tuple[Likelihoods, ...] = ()
+    weights: tuple[float, ...] = PRIOR
+
+    def after(self, judged: Iterable[Likelihoods]) -> EstimateWeights:
+        """Returns the weights with further predictions."""
+        new = tuple(judged)
+        if not new:
+            return self
+        predictions = (*self.predictions, *new)[-PREDICTIONS:]
+        weights = self.weights
+        for _ in range(PASSES):
+            weights = _improved(weights, predictions)
+        return EstimateWeights(predictions, weights)
+
+
+def _improved(weights: Sequence[float], predictions: Sequence[Likelihoods]) -> tuple[float, ...]:
+    """Returns the mean share of each estimate in the predictions, beginning with PRIOR."""
+    sums = [PRIOR_PREDICTIONS * weight for weight in PRIOR]
+    for likelihoods in predictions:
+        parts = [weight * likelihood for weight, likelihood in zip(weights, likelihoods, strict=True)]
+        total = sum(parts)
+        for i, part in enumerate(parts):
+            sums[i] += part / total
+    total = len(predictions) + PRIOR_PREDICTIONS
+    return tuple(each / total for each in sums)
+
+
+def likelihoods(count: int, expected: Sequence[float], dispersion: float) -> Likelihoods:
+    """Returns the likelihoods of so many arrivals, where each estimate expected another number.
+
+    Counts have a negative binomial distribution with that variance over mean.
+    """
+    logs = [_log_likelihood(count, max(mean, 1e-3), max(dispersion, 1.05)) for mean in expected]
+    best = max(logs)
+    return tuple(math.exp(each - best) for each in logs)
+
+
+def _log_likelihood(count: int, mean: float, dispersion: float) -> float:
+    """Without the terms that are the same for every mean."""
+    size = mean / (dispersion - 1.0)
+    return math.lgamma(count + size) - math.lgamma(size) - size * math.log(dispersion)
 
 
 @dataclass(frozen=True)

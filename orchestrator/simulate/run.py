@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from orchestrator.scaling.autoscaler import FleetNow, ModelNow, Targets, autoscale
-from orchestrator.scaling.demand_report import AUTOSCALE_S, Counts
-from orchestrator.scaling.forecast import History, Load
+from orchestrator.scaling.demand_report import AUTOSCALE_S
+from orchestrator.scaling.forecast import Counts, History, Load
 from orchestrator.scaling.schedules import bounds
 from orchestrator.simulate.scenario import Scenario, SimModel
 from orchestrator.simulate.simulated_fleet import Change, SimFleet, SimulatedPhase
@@ -238,4 +238,4 @@ class _Run:
 def _load(queue: SimulatedQueue, seconds: float) -> Load:
     """Returns the load since the last tick and resets the counts."""
     counts, queue.counts = queue.counts, Counts()
-    return counts.load(seconds, waiting=queue.waiting, live=queue.live, longest_wait_s=queue.longest_wait_s)
+    return Load.of(counts, seconds, waiting=queue.waiting, live=queue.live, longest_wait_s=queue.longest_wait_s)

@@ -11,7 +11,7 @@ from random import Random
 from orchestrator.dispatch.dispatcher import Dispatcher, Refusal
 from orchestrator.dispatch.prefix_index import PrefixIndex
 from orchestrator.dispatch.replica_choice import Pace
-from orchestrator.scaling.demand_report import Counts
+from orchestrator.scaling.forecast import Counts
 from orchestrator.simulate.scenario import SimModel
 from orchestrator.simulate.simulated_replica import Arrival, SimReplica, SimRequest
 from orchestrator.simulate.virtual_clock import Clock

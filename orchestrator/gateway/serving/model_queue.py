@@ -22,7 +22,8 @@ from orchestrator.gateway.serving.replica_link_pool import ReplicaLinks
 from orchestrator.gateway.serving.scheduling_parameters import PLAIN, SchedulingParameters
 from orchestrator.gateway.serving.ticket import Sink, Ticket, ticket_for
 from orchestrator.gateway.telemetry.request_spans import TraceHandle
-from orchestrator.scaling.demand_report import Counts, DemandWindow, RoutingDecision, undecided
+from orchestrator.scaling.demand_report import DemandWindow, RoutingDecision, undecided
+from orchestrator.scaling.forecast import Counts
 from workers.messages.credentials import Credentials
 from workers.messages.requests import GenerateRequest
 

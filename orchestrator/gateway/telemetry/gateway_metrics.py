@@ -11,8 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from orchestrator.scaling.demand_report import ModelLoad
-from orchestrator.scaling.latency_buckets import FIRST_TOKEN_S, TOKEN_S
+from orchestrator.scaling.demand_report import FIRST_TOKEN_S, TOKEN_S, ModelLoad
 from workers.messages.metric_family import Histogram, MetricFamily, Point, by_label, gauge
 
 QUEUE = "queue"  # the `engine` of requests without a replica; replicas have numbers, as in vLLM

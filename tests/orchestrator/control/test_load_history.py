@@ -7,8 +7,7 @@ from bisect import bisect_left
 import pytest
 
 from orchestrator.control.load_history import SAMPLE_S, SAMPLES, LoadHistory
-from orchestrator.scaling.demand_report import DemandReport, DemandWindow, ModelLoad
-from orchestrator.scaling.latency_buckets import FIRST_TOKEN_S, TOKEN_S, percentile
+from orchestrator.scaling.demand_report import FIRST_TOKEN_S, TOKEN_S, DemandReport, DemandWindow, ModelLoad, percentile
 
 
 class Clock:

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from orchestrator.dispatch.fair_order import RECENT, REMEMBERED
-from orchestrator.dispatch.fair_queue import FairQueue, Order, QueueFull
+from orchestrator.dispatch.fair_queue import RECENT, REMEMBERED, FairQueue, Order, QueueFull
 
 
 @dataclass(frozen=True, eq=False)
@@ -350,7 +349,7 @@ def test_clients_cannot_fill_the_memory_with_priorities_and_tenants() -> None:
     assert len(fair._lanes) <= REMEMBERED + 1  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize(("order", "kept"), [("fair", "_heap"), ("deadline", "_due")])
+@pytest.mark.parametrize(("order", "kept"), [("fair", "_heap"), ("deadline", "_waiting")])
 def test_removed_requests_leave_nothing_behind(order: Order, kept: str) -> None:
     """What is kept does not grow with requests that arrived and left."""
     queue = line(Item("stays", "s", deadline=1.0), order=order)

@@ -10,8 +10,7 @@ from dataclasses import replace
 import pytest
 
 from orchestrator.scaling.autoscaler import FleetNow, History, Load, ModelNow, Targets, autoscale
-from orchestrator.scaling.queueing_model import delayed, occupied
-from orchestrator.scaling.service_capacity import ServiceCapacity
+from orchestrator.scaling.service_capacity import ServiceCapacity, delayed, occupied
 from placements.facts.topology import TOPOLOGIES, Host
 from placements.planner.capacity import Need
 from placements.planner.host_pool import HostPool

@@ -6,9 +6,7 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from orchestrator.scaling.estimate_weights import PREDICTIONS, PRIOR, EstimateWeights, likelihoods
-from orchestrator.scaling.forecast import History, Load
-from orchestrator.scaling.spells import Spells
+from orchestrator.scaling.forecast import PREDICTIONS, PRIOR, EstimateWeights, History, Load, Spells, likelihoods
 
 SPELL = 4  # the estimate of the spells
 
