@@ -10,7 +10,7 @@ import typer
 from orchestrator.cli.app import FAILED, FormatOption, bad_parameter, group
 from orchestrator.cli.output import Format, say, show
 from orchestrator.process.failure import Failed
-from orchestrator.sagemaker.lmi_files import PROPERTIES, content, label, lmi_models
+from orchestrator.sagemaker.model_folder import PROPERTIES, content, label, lmi_models
 from placements.facts.engines import NAMED_ENGINES
 from placements.facts.topology import TOPOLOGIES
 from placements.lmi.importing import VERSION, as_dict, import_lmi

@@ -1,10 +1,13 @@
-"""Reads a folder of SageMaker as a spec: its `corewright.yaml`, its settings of LMI, or its checkpoints."""
+"""Reads a folder of SageMaker as a spec: its `corewright.yaml`, its settings of LMI containers, or its checkpoints."""
 
 from __future__ import annotations
 
+import codecs
 import json
+import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +15,24 @@ import yaml
 
 from orchestrator.process.failure import Failed
 from orchestrator.revisions.spec_file import SpecFile, examine
-from orchestrator.sagemaker.lmi_files import PROPERTIES, lmi_models
 from placements.facts.machine import Machine
 from placements.facts.topology import DEGREES, TOPOLOGIES
-from placements.lmi.importing import LmiModel, import_lmi
-from placements.lmi.settings import LmiSetting, UnreadableSettings, read_environment
+from placements.lmi.importing import LOADED, LmiModel, import_lmi
+from placements.lmi.settings import LmiSetting, UnreadableSettings, read_environment, read_properties
 from placements.planner.plan import plan
 from placements.planner.spec_hosts import DEFAULT_EMULATION
-from placements.spec.notation import is_path, resolved
+from placements.spec.notation import is_path, resolved, unusable_path
 from placements.spec.parse import parse
 from placements.spec.problems import Problem, has_errors
 
 SPEC = "corewright.yaml"
+PROPERTIES = "serving.properties"
 CONFIG = "config.json"
 VALIDATE = "corewright validate shows the problems"
 LMI_VARIABLES = ("OPTION_", "SERVING_", "HF_MODEL_ID", "HF_REVISION", "HF_TASK", "TENSOR_PARALLEL_DEGREE")
 HOLDS = f"put a {SPEC}, a {PROPERTIES} or a checkpoint with its {CONFIG} there"
+
+_LOADED = re.compile(r"\[?([^:=\[\]]+)(?::[^=\[\]]*)?\]?=(.+)")  # NAME:VERSION:ENGINE:DEVICES=URL, as LMI reads it
 
 Fields = dict[str, Any]
 Choice = Callable[[Fields, Machine], "Fields | None"]
@@ -72,7 +77,7 @@ def read_folder(
         if settings:
             models = lmi_models(None, settings)
             if has_config:
-                models = [LmiModel(each.name, each.files, settings, each.folder or str(folder)) for each in models]
+                models = [replace(each, folder=each.folder or str(folder), listed=False) for each in models]
             return _imported(models, machine, name)
     except UnreadableSettings as error:
         raise Failed("model-folder-unreadable", str(error), HOLDS) from None
@@ -170,7 +175,7 @@ def _imported(models: list[LmiModel], machine: Machine, name: str) -> FolderSpec
     """Returns the spec of LMI's models. Without devices the engine is `cpu`, and settings for Neuron are dropped."""
     emulated = machine.instance is None
     if len(models) == 1:
-        models = [LmiModel(name, models[0].files, models[0].environment, models[0].folder, models[0].listed)]
+        models = [replace(models[0], name=name)]
     imported = import_lmi(models, instance=machine.instance or DEFAULT_EMULATION, engine="cpu" if emulated else None)
     refused = [str(outcome) for outcome in imported.outcomes if outcome.fate == "refused"]
     if refused and not emulated:
@@ -180,3 +185,60 @@ def _imported(models: list[LmiModel], machine: Machine, name: str) -> FolderSpec
     if emulated:
         spec["hosts"] = {"emulate": DEFAULT_EMULATION}
     return FolderSpec(spec, tuple(str(outcome) for outcome in imported.outcomes if outcome.fate != "mapped"))
+
+
+# LMI
+
+
+def lmi_models(file: str | None, environment: list[LmiSetting]) -> list[LmiModel]:
+    """Returns the models of a `serving.properties`, of a folder with one or with such folders, or else of the
+    environment. Raises UnreadableSettings."""
+    if file is None:
+        listed = next((setting for setting in environment if setting.written == LOADED), None)
+        urls = [] if listed is None else re.split(r"[, ]+", listed.value.strip(", "))
+        return [_listed_model(url, environment) for url in urls] or [LmiModel("", [], environment)]
+    path = Path(file)
+    if file == "-" or unusable_path(file) or not path.is_dir():
+        folder = Path.cwd() if file == "-" else path.absolute().parent
+        return [LmiModel("", _properties(file), environment, str(folder))]
+    folders = [path] if (path / PROPERTIES).is_file() else sorted(path.iterdir())
+    models = [
+        LmiModel(each.absolute().name, _properties(str(each / PROPERTIES)), environment, str(each.absolute()))
+        for each in folders
+        if (each / PROPERTIES).is_file()
+    ]
+    if not models:
+        raise UnreadableSettings(f"{file}: no {PROPERTIES} in the folder, nor in the folders below")
+    return models
+
+
+def _listed_model(url: str, environment: list[LmiSetting]) -> LmiModel:
+    """Returns a model that the environment lists."""
+    match = _LOADED.fullmatch(url)
+    name, source = (match[1], match[2]) if match else ("", url)
+    source = source.removeprefix("file://")
+    own = Path(source) / PROPERTIES
+    present = not unusable_path(source) and own.is_file()
+    return LmiModel(name, _properties(str(own)) if present else [], environment, source, listed=True)
+
+
+def _properties(name: str) -> list[LmiSetting]:
+    return read_properties(content(name), label(name))
+
+
+def content(name: str) -> str:
+    """Returns the text of a file, or of standard input (`-`), without its byte order mark. Windows PowerShell redirects
+    to UTF-16. Raises UnreadableSettings."""
+    if name == "-":
+        return sys.stdin.read().removeprefix("\ufeff")
+    try:
+        data = Path(name).read_bytes()
+    except OSError as error:
+        raise UnreadableSettings(f"{name}: {error.strerror}") from None
+    is_wide = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    return data.decode("utf-16" if is_wide else "utf-8-sig", errors="replace")
+
+
+def label(name: str) -> str:
+    """Returns the name of a file in messages."""
+    return "stdin" if name == "-" else name

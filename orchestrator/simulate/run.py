@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -12,11 +13,11 @@ from orchestrator.scaling.demand_report import AUTOSCALE_S
 from orchestrator.scaling.forecast import Counts, History, Load
 from orchestrator.scaling.schedules import bounds
 from orchestrator.simulate.scenario import Scenario, SimModel
-from orchestrator.simulate.simulated_fleet import Change, SimFleet, SimulatedPhase
+from orchestrator.simulate.simulated_fleet import Change, Holder, SimFleet, SimulatedPhase
 from orchestrator.simulate.simulated_queue import Measured, SimulatedQueue
 from orchestrator.simulate.simulated_replica import Arrival
 from orchestrator.simulate.virtual_clock import Clock
-from placements.planner.capacity import needs
+from placements.planner.capacity import Place, needs
 from placements.planner.host_pool import HostPool
 from placements.planner.spec_hosts import prices
 
@@ -175,9 +176,8 @@ class _Run:
 
     def _wake(self, _: object) -> None:
         self._woken = False
-        starting = {name for (name, _), holder in self.fleet.holders.items() if holder.phase is SimulatedPhase.LOADING}
-        idle = [queue for name, queue in self.queues.items() if not queue.replicas and name not in starting]
-        cold = [queue.model for queue in idle if queue.waiting]
+        live = {holder.placement.model for holder in self.fleet.live}
+        cold = [queue.model for name, queue in self.queues.items() if queue.waiting and name not in live]
         self._by_request |= {model.name for model in cold if not model.spec.scaling.auto}
         if cold:
             self._decide()
@@ -199,17 +199,17 @@ class _Run:
             self.fleet.apply(self.targets)
 
     def _fleet_now(self) -> FleetNow:
-        places = self.fleet.places(self._pool.numbers)
-        counts = self.fleet.counts()
-        models = (self._model_now(model, *counts[model.name], places[model.name]) for model in self.scenario.models)
+        places, live = self.fleet.places(self._pool.numbers), defaultdict[str, list[Holder]](list)
+        for holder in self.fleet.live:
+            live[holder.placement.model].append(holder)
+        models = (self._model_now(model, live[model.name], places[model.name]) for model in self.scenario.models)
         return FleetNow(tuple(models), self._pool)
 
-    def _model_now(
-        self, model: SimModel, ready: int, starting: int, since: float | None, places: tuple[tuple[int, int], ...]
-    ) -> ModelNow:
+    def _model_now(self, model: SimModel, live: Sequence[Holder], places: tuple[Place, ...]) -> ModelNow:
         name, spec, first_ready = model.name, model.spec, self.fleet.first_ready
         held = bounds(spec, self.scenario.begins + self.clock.now)
-        if not ready and not starting:
+        ready = sum(holder.phase is SimulatedPhase.READY for holder in live)
+        if not live:
             first_ready[name] = None
         return ModelNow(
             name=name,
@@ -224,8 +224,8 @@ class _Run:
             override=None if spec.scaling.auto else max(held.min, int(name in self._by_request)),
             target=self.targets[name],
             ready=ready,
-            starting=starting,
-            since=since,
+            starting=len(live) - ready,
+            since=max((holder.since for holder in live), default=None),
             reachable=self.fleet.reachable[name],
             worth_per_1000=spec.scaling.worth_per_1000,
             first_ready_at=first_ready[name],

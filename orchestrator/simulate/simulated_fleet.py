@@ -74,21 +74,16 @@ class SimFleet:
         self._unplaced = False  # replicas of the last plan have no place
         self._awaited: tuple[Placement, ...] = ()  # of replicas that wait for the machine of their host
 
-    def counts(self) -> dict[str, tuple[int, int, float | None]]:
-        """Returns by model: ready replicas, loading replicas, and when the newest became ready or started to load."""
-        ready, loading = dict.fromkeys(self.loads, 0), dict.fromkeys(self.loads, 0)
-        since: dict[str, float | None] = dict.fromkeys(self.loads, None)
-        for holder in self._live():
-            name, newest = holder.placement.model, since[holder.placement.model]
-            (ready if holder.phase is SimulatedPhase.READY else loading)[name] += 1
-            since[name] = holder.since if newest is None else max(newest, holder.since)
-        return {name: (ready[name], loading[name], since[name]) for name in self.loads}
+    @property
+    def live(self) -> list[Holder]:
+        """The replicas that load or are ready."""
+        return [holder for holder in self.holders.values() if holder.phase is not SimulatedPhase.DRAINING]
 
     def places(self, numbers: Mapping[str, int]) -> dict[str, tuple[tuple[int, int], ...]]:
         """Returns by model: host (by ``numbers``) and first core of each loading, ready, pending or awaited
         replica, lowest index first."""
         places: dict[str, list[tuple[int, tuple[int, int]]]] = {name: [] for name in self.loads}
-        live = (holder.placement for holder in self._live())
+        live = (holder.placement for holder in self.live)
         for placement in (*live, *self._pending, *self._awaited):
             if placement.cores is not None:
                 place = numbers[placement.host], placement.cores.first
@@ -99,7 +94,7 @@ class SimFleet:
         """Plans for these numbers of replicas and starts the changes. With ``at_once`` new replicas are ready
         immediately, as at the start of a run."""
         self._counts = dict(counts)
-        live = self._live()
+        live = self.live
         new_plan = self._plan(self.hosts.usable)
         if new_plan.unplaced and self.hosts.keep_leaving():
             new_plan = self._plan(self.hosts.usable)
@@ -141,11 +136,8 @@ class SimFleet:
 
     # Inside
 
-    def _live(self) -> list[Holder]:
-        return [holder for holder in self.holders.values() if holder.phase is not SimulatedPhase.DRAINING]
-
     def _plan(self, hosts: Sequence[Host]) -> Plan:
-        running = [holder.placement.running for holder in self._live()]
+        running = [holder.placement.running for holder in self.live]
         return plan(self._scenario.spec, hosts, self._scenario.checkpoints, running, dict(self._counts))
 
     def _request_hosts(self) -> Plan:
