@@ -1,14 +1,13 @@
-"""The gateway: OpenAI's routes, the probes and the metrics page."""
+"""The gateway: the parts of one process, and how it answers each route."""
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import itertools
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,30 +15,26 @@ import msgspec
 import msgspec.structs
 
 from orchestrator.access.keys import KeyFile
-from orchestrator.gateway.admission.authenticator import OPEN, PREFLIGHT, Authenticator
+from orchestrator.gateway.admission.authenticator import PREFLIGHT, Authenticator
 from orchestrator.gateway.admission.key_limits import KeyLimits
 from orchestrator.gateway.admission.received_keys import ReceivedKeys
-from orchestrator.gateway.anthropic.answer_types import TokenCount
-from orchestrator.gateway.anthropic.chat_request import read_count_tokens, read_messages
-from orchestrator.gateway.anthropic.errors import error_body as anthropic_error
 from orchestrator.gateway.controller_client import ControllerAway, ControllerClient
-from orchestrator.gateway.encoding.encoding import ENCODING, Encoding
-from orchestrator.gateway.generation import CHAT, MESSAGES, RESPONSES, Generation
+from orchestrator.gateway.encoding.encoding import Encoding
+from orchestrator.gateway.generation import Generation
 from orchestrator.gateway.http.exchange import JSON, Exchange
-from orchestrator.gateway.http.http_server import Handler, HttpServer
-from orchestrator.gateway.lmi import INVOCATIONS, read_lmi
-from orchestrator.gateway.model_cards import MODELS, ModelCards, is_anthropics
+from orchestrator.gateway.http.http_server import HttpServer
+from orchestrator.gateway.http.route import ANY_SCOPE, HttpRoutes
+from orchestrator.gateway.lmi import INVOCATIONS
+from orchestrator.gateway.model_cards import ModelCards, is_anthropics
 from orchestrator.gateway.openai import body_reader, errors
+from orchestrator.gateway.openai.answer_types import VersionAnswer
 from orchestrator.gateway.openai.errors import ApiError
-from orchestrator.gateway.openai.openapi import ROUTES, VersionAnswer, openapi
-from orchestrator.gateway.openai.protocol import Chat, TokenizeChatRequest
-from orchestrator.gateway.openai.tokenize import detokenized, tokenized
+from orchestrator.gateway.openai.protocol import Chat, ChatRequest, TokenizeChatRequest
+from orchestrator.gateway.openapi import ANTHROPIC, GatewayRoute, openapi
 from orchestrator.gateway.received_files import ReceivedFiles
 from orchestrator.gateway.request_defaults import apply_to_prompt, with_defaults
 from orchestrator.gateway.request_log import RequestLog
-from orchestrator.gateway.responses.chat_request import read_responses
 from orchestrator.gateway.sagemaker import SageMaker
-from orchestrator.gateway.sagemaker_routes import CONTAINER_ROUTES
 from orchestrator.gateway.served_models import ServedModels
 from orchestrator.gateway.serving.model_queue import ModelQueue
 from orchestrator.gateway.serving.tokenizers import Tokenizers
@@ -67,14 +62,16 @@ QUIET_REPORTS = 5  # without demand, every fifth report is sent
 KEY_IN_USE_S = 300.0
 SETTLE_S = 1.0
 TEXT = b"text/plain; charset=utf-8"
-COUNT_TOKENS = f"{MESSAGES}/count_tokens"
-OF_ANTHROPIC = (MESSAGES, COUNT_TOKENS)
 
 
 class Gateway:
     """One gateway: its routes and its parts. One event loop."""
 
-    def __init__(self, controller: ControllerClient, settings: GatewaySettings) -> None:
+    def __init__(self, controller: ControllerClient, settings: GatewaySettings, routes: Sequence[GatewayRoute]) -> None:
+        self.routes = HttpRoutes(routes)
+        self._documents: dict[bool, bytes] = {}  # OpenAPI, by whether keys are needed
+        methods = ", ".join([*self.routes.methods, "OPTIONS"]).encode()
+        self._preflight = ((b"access-control-allow-methods", methods), *PREFLIGHT)
         self._controller = controller
         self._settings = settings
         id = uuid.uuid4().hex[:8]
@@ -89,11 +86,11 @@ class Gateway:
         self._encoding = Encoding(settings, id, self._tokenizers, self._generation, self.metrics)
         retried, read_again = self.metrics.retried, self._generation.read_again
         self.served = ServedModels(controller, id, settings.machine, self._tokenizers, retried, read_again, files)
-        self._models = ModelCards(self.served)
+        self.models = ModelCards(self.served)
         self._recorder = RequestRecorder(home.traces, id)
         self._log = RequestLog(self.gate, self.metrics, self._recorder, with_texts=settings.log_prompts)
         self._live_requests = LiveRequestLog()
-        self.server = HttpServer(settings, self.handle, self._ended, self.gate.early, body_of=error_body_for)
+        self.server = HttpServer(settings, self.handle, self._ended, self.gate.early, body_of=self._error_body)
         self.certificate_expires: float | None = None  # seconds since the epoch
         self.listens = False  # a spare gateway does not yet
         self.clock = AwakeClock()
@@ -102,25 +99,6 @@ class Gateway:
         self._controller_families: list[MetricFamily] = []  # from its last answer
         self._controller_families_at: float | None = None  # monotonic
         self.sagemaker = SageMaker(controller, self.served, self._invoked, limited=settings.sagemaker)
-        self._routes: Mapping[str, tuple[str, Handler]] = {
-            CHAT: ("POST", self.chat),
-            MESSAGES: ("POST", self.messages),
-            RESPONSES: ("POST", self.responses),
-            COUNT_TOKENS: ("POST", self.count_tokens),
-            "/v1/completions": ("POST", self.complete),
-            **dict.fromkeys(ENCODING, ("POST", self.encode)),
-            MODELS: ("GET", self._models.list),
-            "/metrics": ("GET", self.metrics_page),
-            "/tokenize": ("POST", self.tokenize),
-            "/detokenize": ("POST", self.detokenize),
-            "/openapi.json": ("GET", self.openapi),
-            "/version": ("GET", self.version),
-            "/livez": ("GET", self.livez),
-            "/readyz": ("GET", self.readyz),
-            "/health": ("GET", self.readyz),
-            "/ping": ("GET", self.readyz),
-            "/invocations": ("POST", self.sagemaker.invoke),
-        }
 
     async def follow_keys(self) -> None:
         """Receives the keys, until cancelled."""
@@ -225,62 +203,44 @@ class Gateway:
             request.keep_alive = False  # its client connects again, to another machine
         if b"origin" in request.headers:
             self.gate.admit_origin(exchange)
-        path = request.path
-        if path in OF_ANTHROPIC:
+        routes, exchange.parameters = self.routes.at(request.path)
+        method = "GET" if request.method == "HEAD" and "HEAD" not in routes else request.method
+        route = exchange.route = routes.get(method) or next(iter(routes.values()), None)
+        if route is not None and route.errors is ANTHROPIC:
             exchange.add_headers(((b"request-id", exchange.id.encode()),))
-        if path in OPEN:
-            pass
-        elif request.method == "OPTIONS" and b"access-control-request-method" in request.headers:
-            exchange.respond(204, b"", headers=PREFLIGHT)  # browsers send it without the key
-            return None
-        else:
+        if route is None or route.scope is not None:
+            if request.method == "OPTIONS" and b"access-control-request-method" in request.headers:
+                exchange.respond(204, b"", headers=self._preflight)  # browsers send it without the key
+                return None
             self.gate.admit(exchange)
-        method, handler = self._route(path, request.method)
-        if request.method == method or (request.method == "HEAD" and method == "GET"):
-            return handler(exchange)
-        raise errors.method_not_allowed(request.method, path, method)
-
-    def _route(self, path: str, method: str) -> tuple[str, Handler]:
-        route = self._routes.get(path)
-        if route is None and self._settings.sagemaker:
-            route = self.sagemaker.route(path, method)
-        if route is not None:
-            return route
-        if path.startswith(f"{MODELS}/"):
-            return "GET", self._models.one
-        raise errors.route_not_found(path)
+        if route is None:
+            raise errors.route_not_found(request.path)
+        if method not in routes:
+            raise errors.method_not_allowed(request.method, request.path, ", ".join(routes))
+        scope, key = route.scope, exchange.key
+        if key is not None and scope is not None and scope not in (ANY_SCOPE, *key.scopes):
+            raise errors.key_not_for(scope)
+        handler: Callable[[Gateway, Exchange], Awaitable[None] | None] = route.handler
+        return handler(self, exchange)
 
     # Routes
 
     def openapi(self, exchange: Exchange) -> None:
-        exchange.respond(200, _document(self.gate.requires_keys, self._settings.sagemaker))
+        needs_key = self.gate.requires_keys
+        if (document := self._documents.get(needs_key)) is None:
+            document = self._documents[needs_key] = _encode(openapi(needs_key=needs_key, routes=self.routes.all))
+        exchange.respond(200, document)
 
     def tokenize(self, exchange: Exchange) -> Awaitable[None] | None:
-        if self._forwarded(exchange):
+        """Answers a request that needs the tokenizer only."""
+        route = exchange.route
+        if route.forwards and self._forwarded(exchange):
             return None
-        body = body_reader.read_tokenize(_json_of(exchange))
-        if isinstance(body, TokenizeChatRequest):
-            self._check_messages(body)
-        queue = self.served.queue(exchange.key, body.model)
+        body = route.reads(_json_of(exchange))
+        queue = self._queue_of(exchange, body)
         if isinstance(body, TokenizeChatRequest):
             apply_to_prompt(body, queue.routes.defaults(body.model))
-
-        def work(tokenizer: PromptTokenizer) -> tuple[bytes, int]:
-            answer = tokenized(body, tokenizer, queue.routes.max_len)
-            return _encode(answer), answer.count
-
-        return self._by_tokenizer(exchange, queue, work)
-
-    def detokenize(self, exchange: Exchange) -> Awaitable[None] | None:
-        if self._forwarded(exchange):
-            return None
-        body = body_reader.read_detokenize(_json_of(exchange))
-        queue = self.served.queue(exchange.key, body.model)
-
-        def work(tokenizer: PromptTokenizer) -> tuple[bytes, int]:
-            return _encode(detokenized(body, tokenizer, queue.routes.max_len)), len(body.tokens)
-
-        return self._by_tokenizer(exchange, queue, work)
+        return self._by_tokenizer(exchange, queue, lambda it: route.writes(body, it, queue.routes.max_len))
 
     async def _by_tokenizer(
         self, exchange: Exchange, queue: ModelQueue, work: Callable[[PromptTokenizer], tuple[bytes, int]]
@@ -350,52 +310,34 @@ class Gateway:
     def version(self, exchange: Exchange) -> None:
         exchange.respond(200, _encode(VersionAnswer(corewright_version())))
 
-    def chat(self, exchange: Exchange) -> Awaitable[None] | None:
-        if self._forwarded(exchange):
+    def generate(self, exchange: Exchange) -> Awaitable[None] | None:
+        """Answers a request of an API that generates text, with the reader and the writer of its route."""
+        route = exchange.route
+        if route.forwards and self._forwarded(exchange):
             return None
-        body = body_reader.read_chat(_json_of(exchange))
-        self._check_messages(body)
-        queue = self.served.queue(exchange.key, body.model)
-        if queue.routes.reads_parts and any(message.has_other_parts for message in body.messages):
+        body = route.reads(_json_of(exchange))
+        exchange.names = body.names
+        queue = self._queue_of(exchange, body)
+        if route.forwards and queue.routes.reads_parts and isinstance(body, ChatRequest) and body.has_other_parts:
             request = exchange.request
             request.body = with_defaults(request.body, queue.routes.defaults(body.model))
             self._generation.forward(exchange, body_reader.read_forwarded(request.body), queue)
             return None
-        return self._generation.start(exchange, body, queue, 1)
+        return self._generation.start(exchange, body, queue)
 
-    def messages(self, exchange: Exchange) -> Awaitable[None] | None:
-        body = read_messages(_json_of(exchange))
-        exchange.names = body.names
-        return self._generation.start(exchange, body, self._queue_of_chat(exchange, body), 1)
-
-    def responses(self, exchange: Exchange) -> Awaitable[None] | None:
-        body = read_responses(_json_of(exchange))
-        exchange.names = body.names
-        return self._generation.start(exchange, body, self._queue_of_chat(exchange, body), 1)
-
-    def count_tokens(self, exchange: Exchange) -> Awaitable[None] | None:
-        body = read_count_tokens(_json_of(exchange))
-        queue = self._queue_of_chat(exchange, body)
-        apply_to_prompt(body, queue.routes.defaults(body.model))
-
-        def work(tokenizer: PromptTokenizer) -> tuple[bytes, int]:
-            count = tokenized(body, tokenizer, queue.routes.max_len).count
-            return _encode(TokenCount(count)), count
-
-        return self._by_tokenizer(exchange, queue, work)
-
-    def _queue_of_chat(self, exchange: Exchange, body: Chat) -> ModelQueue:
-        """Returns the queue for a chat that was read from another API's request. Raises ApiError."""
-        self._check_messages(body)
+    def _queue_of(self, exchange: Exchange, body: Any) -> ModelQueue:
+        """Returns the queue for a request's model, after the checks that need no tokenizer. Raises ApiError."""
+        if isinstance(body, Chat) and len(body.messages) > self._settings.max_messages:
+            raise errors.too_many_messages(len(body.messages), self._settings.max_messages)
         queue = self.served.queue(exchange.key, body.model)
-        if queue.routes.forwards:
+        if queue.routes.forwards and not exchange.route.forwards:
             raise errors.not_forwarded(queue.name, exchange.request.path)
         return queue
 
     def encode(self, exchange: Exchange) -> Awaitable[None] | None:
         if self._forwarded(exchange):
             return None
-        body = body_reader.read_encoding(_json_of(exchange), ENCODING[exchange.request.path])
+        body = exchange.route.reads(_json_of(exchange))
         return self._encoding.start(exchange, body, self.served.queue(exchange.key, body.model))
 
     def _forwarded(self, exchange: Exchange) -> bool:
@@ -408,45 +350,22 @@ class Gateway:
             self._generation.forward(exchange, body, queue)
         return queue.routes.forwards
 
-    def _invoked(self, exchange: Exchange) -> Awaitable[None] | None:
-        """Answers a request of SageMaker, whose path is that of its kind by now."""
-        if exchange.request.path != INVOCATIONS:
-            return self._routes[exchange.request.path][1](exchange)
-        body = read_lmi(_json_of(exchange))
-        exchange.names = body.names
-        queue = self.served.queue(exchange.key, body.model)
-        if queue.routes.forwards:
-            raise errors.not_forwarded(queue.name, INVOCATIONS)
-        inputs = body.sent.inputs
-        return self._generation.start(exchange, body, queue, 1 if isinstance(inputs, str) else len(inputs))
+    def _invoked(self, exchange: Exchange, path: str) -> Awaitable[None] | None:
+        """Answers a request of SageMaker as the route of ``path`` does; `/invocations` itself has LMI's requests."""
+        exchange.request.path = path
+        route = exchange.route = self.routes.at(path)[0]["POST"]
+        return self.generate(exchange) if path == INVOCATIONS else route.handler(self, exchange)
 
-    def _check_messages(self, body: Chat) -> None:
-        if len(body.messages) > self._settings.max_messages:
-            raise errors.too_many_messages(len(body.messages), self._settings.max_messages)
-
-    def complete(self, exchange: Exchange) -> Awaitable[None] | None:
-        if self._forwarded(exchange):
-            return None
-        body = body_reader.read_completion(_json_of(exchange))
-        several = isinstance(body.prompt, list) and not isinstance(body.prompt[0], int)
-        count = len(body.prompt) if several else 1
-        return self._generation.start(exchange, body, self.served.queue(exchange.key, body.model), count)
+    def _error_body(self, error: ApiError, exchange: Exchange) -> Any:
+        """Returns the JSON of an error in the shape of the route's API."""
+        route = exchange.route or next(iter(self.routes.at(exchange.request.path)[0].values()), None)
+        if route is None:
+            return error.body()
+        to_anthropic = route.to_anthropic is not None and is_anthropics(exchange.request)
+        return (ANTHROPIC if to_anthropic else route.errors).body(error, exchange.id)
 
 
 _encode = msgspec.json.encode
-
-
-def error_body_for(error: ApiError, exchange: Exchange) -> dict[str, Any]:
-    """Returns the JSON of an error in the shape of the route's API."""
-    request = exchange.request
-    if request.path in OF_ANTHROPIC or (request.path.startswith(MODELS) and is_anthropics(request)):
-        return anthropic_error(error, exchange.id)
-    return error.body()
-
-
-@functools.cache
-def _document(needs_key: bool, container: bool) -> bytes:
-    return _encode(openapi(needs_key=needs_key, routes=CONTAINER_ROUTES if container else ROUTES))
 
 
 def _json_of(exchange: Exchange) -> bytes:

@@ -8,32 +8,22 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import TypeVar, cast
 
 import msgspec.structs
 
 from orchestrator.fleet.route_table import ModelRoutes
 from orchestrator.gateway.admission.key_limits import KeyLimits
-from orchestrator.gateway.anthropic.answers import MessagesAnswer
-from orchestrator.gateway.anthropic.chat_request import MessagesChat, read_messages
 from orchestrator.gateway.encoding.encoded_reply import EncodedReply
 from orchestrator.gateway.http.exchange import Exchange
-from orchestrator.gateway.lmi import INVOCATIONS, LmiAnswer, LmiCompletion, content_types, read_lmi
-from orchestrator.gateway.openai import body_reader, errors
-from orchestrator.gateway.openai.answers import Answer, AnswerWriter, Choice, ForwardedAnswer
+from orchestrator.gateway.openai import errors
+from orchestrator.gateway.openai.answers import AnswerWriter, Choice, ForwardedAnswer
 from orchestrator.gateway.openai.errors import ApiError
-from orchestrator.gateway.openai.protocol import (
-    ChatRequest,
-    CompletionRequest,
-    ForwardedFields,
-)
+from orchestrator.gateway.openai.protocol import ChatRequest, CompletionRequest, ForwardedFields
 from orchestrator.gateway.openai.reply import Note, Reply
 from orchestrator.gateway.openai.request_builder import Prompts, prompts_of, requests_for
 from orchestrator.gateway.request_defaults import apply_to, default_tokens
-from orchestrator.gateway.responses.answers import ResponsesAnswer
-from orchestrator.gateway.responses.chat_request import ResponsesChat, read_responses
 from orchestrator.gateway.serving.model_queue import ModelQueue
 from orchestrator.gateway.serving.scheduling_parameters import read_scheduling_parameters
 from orchestrator.gateway.serving.ticket import BYTES_OF_TOKEN as BYTES_OF_FORWARDED
@@ -49,24 +39,6 @@ from workers.text.tokenizer_pool import TokenizerBusy, TokenizerFault
 log = logging.getLogger(__name__)
 GenerationBody = ChatRequest | CompletionRequest
 
-CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
-# Routes, with OpenTelemetry's operations
-GENERATING = {
-    CHAT: "chat",
-    MESSAGES: "chat",
-    RESPONSES: "chat",
-    "/v1/completions": "text_completion",
-    INVOCATIONS: "text_completion",
-}
-READERS: Mapping[str, Callable[[bytes], GenerationBody]] = MappingProxyType(
-    {
-        CHAT: body_reader.read_chat,
-        MESSAGES: read_messages,
-        RESPONSES: read_responses,
-        "/v1/completions": body_reader.read_completion,
-        INVOCATIONS: read_lmi,
-    }
-)
 INLINE_BYTES = 2048  # the byte tokenizer runs inline up to this body size: a thread would cost more
 BYTES_OF_TOKEN = 4  # estimate by which a key is charged before tokenizing
 T = TypeVar("T")
@@ -93,14 +65,12 @@ class Generation:
         self._answer_ids = map(f"-{gateway}%x".__mod__, itertools.count())
         self._renewals: set[asyncio.Task[None]] = set()
 
-    def start(
-        self, exchange: Exchange, body: GenerationBody, queue: ModelQueue, prompts: int
-    ) -> Awaitable[None] | None:
-        """Starts a request with that many ``prompts``, at once or by the awaitable that it returns. Raises ApiError."""
+    def start(self, exchange: Exchange, body: GenerationBody, queue: ModelQueue) -> Awaitable[None] | None:
+        """Starts a request, at once or by the awaitable that it returns. Raises ApiError."""
         routes = queue.routes
         if routes.kind != "generate":
             raise errors.other_kind(queue.name, routes.kind, exchange.request.path)
-        count = prompts * (body.n or 1)
+        count = body.prompt_count * (body.n or 1)
         if count > 1 and count > (room := routes.max_queue + queue.links.slots):  # before that many requests are made
             raise errors.too_many_choices(count, room)
         apply_to(body, routes.defaults(body.model))
@@ -116,12 +86,11 @@ class Generation:
         most = body.max_completion_tokens or body.max_tokens
         terms = read_scheduling_parameters(exchange.request.headers, exchange.key, body.priority, time.monotonic())
         prompt = size // BYTES_OF_FORWARDED
-        expected = 0 if path not in GENERATING else (body.n or 1) * (most or int(queue.mean_answer))
+        expected = 0 if not exchange.route.streams else (body.n or 1) * (most or int(queue.mean_answer))
         self.take(exchange, prompt + expected, prompt if most is None else None)
         answer, note = ForwardedAnswer(prompt), Note(queue.label(body.model), bool(body.stream), prompt_tokens=prompt)
         reply = Reply(exchange, answer, note, self._metrics, False, self._settings.keep_alive_s)
-        operation = GENERATING.get(path, path.rpartition("/")[2])
-        self.trace(exchange, queue, operation)
+        self.trace(exchange, queue)
         request = GenerateRequest(
             id=next(self.request_ids),
             prompt_ids=[],
@@ -139,7 +108,7 @@ class Generation:
         """Returns what ``work`` does, which tokenizes the exchange's body. A key with limits is charged beforehand by
         the length of the body, and the charge stays if ``work`` rejects the body. Raises ApiError."""
         key, size = exchange.key, len(exchange.request.body)
-        charges = key is not None and key.limited and exchange.grant is None
+        charges = key is not None and key.limited and exchange.route.charged and exchange.grant is None
         try:
             if charges:
                 exchange.grant = self._limits.take(key, size // BYTES_OF_TOKEN, time.monotonic(), least=0)
@@ -221,13 +190,13 @@ class Generation:
         terms = read_scheduling_parameters(exchange.request.headers, exchange.key, body.priority, time.monotonic())
         self._charge(exchange, body, requests, queue)
         choices = [Choice(i, prompts[i // copies], echoes[i // copies]) for i in range(len(requests))]
-        answer = self._answer(exchange, body, choices)
+        answer: AnswerWriter = exchange.route.writes(exchange, body, choices, next(self._answer_ids))
         usage = body.stream_options is not None and body.stream_options.include_usage
         label = queue.label(body.model)
         note = Note(label, bool(body.stream), prompt_tokens=answer.prompt_tokens, guided_by=body.guided_by)
         settings = self._settings
         reply = Reply(exchange, answer, note, self._metrics, usage, settings.keep_alive_s, settings.log_prompts)
-        self.trace(exchange, queue, GENERATING[exchange.request.path])
+        self.trace(exchange, queue)
         trace = exchange.trace
         try:
             for request, choice in zip(requests, choices, strict=True):
@@ -238,19 +207,6 @@ class Generation:
         except BaseException:
             reply.leave()
             raise
-
-    def _answer(self, exchange: Exchange, body: GenerationBody, choices: list[Choice]) -> AnswerWriter:
-        """Returns the writer of the answer in the shape of the request's API."""
-        suffix = next(self._answer_ids)
-        if isinstance(body, MessagesChat):
-            return MessagesAnswer(f"msg{suffix}", body.model, choices[0], body.most_tokens, exchange.id)
-        if isinstance(body, ResponsesChat):
-            return ResponsesAnswer(suffix, int(time.time()), body, choices[0])
-        if isinstance(body, LmiCompletion):
-            return LmiAnswer(body.sent, choices, content_types(exchange.request.headers.get(b"accept", b"")))
-        chat, created = isinstance(body, ChatRequest), int(time.time())
-        id = ("chatcmpl" if chat else "cmpl") + suffix
-        return Answer(id, body.model, created, chat, choices, bool(body.return_token_ids))
 
     def _charge(
         self, exchange: Exchange, body: GenerationBody, requests: Sequence[GenerateRequest], queue: ModelQueue
@@ -264,15 +220,17 @@ class Generation:
         least = sum(len(request.prompt_ids) for request in requests) if body.max_tokens is None else None
         self.take(exchange, tokens, least)
 
-    def trace(self, exchange: Exchange, queue: ModelQueue, operation: str) -> None:
+    def trace(self, exchange: Exchange, queue: ModelQueue) -> None:
         """Starts the trace of a request, if it is sampled."""
         if self._tracing is not None:
-            exchange.trace = self._tracing.start(exchange.request.headers, queue.name, operation, exchange.id)
+            exchange.trace = self._tracing.start(
+                exchange.request.headers, queue.name, exchange.route.operation, exchange.id
+            )
 
     def take(self, exchange: Exchange, tokens: int, least: int | None) -> None:
-        """Reserves tokens from the limits of the request's key. Raises ApiError 429."""
+        """Reserves tokens from the limits of the request's key, if its route is charged. Raises ApiError 429."""
         key, now = exchange.key, time.monotonic()
-        if key is None or not key.limited:
+        if key is None or not key.limited or not exchange.route.charged:
             return
         if exchange.grant is not None:  # the reservation for tokenizing
             exchange.grant.least = 0
@@ -305,7 +263,7 @@ class Generation:
         if queue.routes.forwards or any(ticket.request.forwarded is not None for ticket in reply.tickets):
             raise errors.model_unavailable(queue.name, "updated", "its engine has changed")
         request = reply.exchange.request
-        body = await asyncio.to_thread(READERS[request.path], request.body)
+        body: GenerationBody = await asyncio.to_thread(reply.exchange.route.reads, request.body)
         apply_to(body, queue.routes.defaults(body.model))
         prompts = await self._prompts(reply.exchange, queue, body)
         if not reply.exchange.ended:

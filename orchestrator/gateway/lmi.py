@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 from msgspec import Meta
 
-from orchestrator.gateway.http.exchange import JSON
+from orchestrator.gateway.http.exchange import JSON, Exchange
 from orchestrator.gateway.http.json_nesting import checked
 from orchestrator.gateway.openai import body_reader
 from orchestrator.gateway.openai.answers import EVENTS, LARGE_BYTES, Choice
@@ -234,6 +234,11 @@ class LmiAnswer(msgspec.Struct, eq=False):
     def _details(self, choice: Choice, last: TokenEvent) -> dict[str, Any]:
         reason = "length" if last.finish is FinishReason.LENGTH else "stop_sequence" if last.stop else "eos_token"
         return {"finish_reason": reason, "generated_tokens": choice.tokens, "inputs": self._input(choice)}
+
+
+def lmi_answer(exchange: Exchange, body: LmiCompletion, choices: Sequence[Choice], suffix: str) -> LmiAnswer:
+    """Returns the writer of an answer, which has no id."""
+    return LmiAnswer(body.sent, choices, content_types(exchange.request.headers.get(b"accept", b"")))
 
 
 def _tokens(event: TokenEvent) -> Iterator[dict[str, Any]]:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import time
-from urllib.parse import unquote
 
 import msgspec
 
-from orchestrator.gateway.admission.authenticator import allow_inference
 from orchestrator.gateway.anthropic.models import model_info, model_page
 from orchestrator.gateway.http.exchange import Exchange, Request
-from orchestrator.gateway.openai.openapi import ModelCard, ModelList
+from orchestrator.gateway.openai.answer_types import ModelCard, ModelList
 from orchestrator.gateway.served_models import ServedModels
 from orchestrator.gateway.serving.model_queue import ModelQueue
 
-MODELS = "/v1/models"
 _encode = msgspec.json.encode
 
 
@@ -32,7 +29,6 @@ class ModelCards:
 
     def list(self, exchange: Exchange) -> None:
         """Answers with the models that the request's key allows."""
-        allow_inference(exchange.key)
         queues, request = self._served.allowed(exchange.key), exchange.request
         if is_anthropics(request):
             routes = {name: queue.routes for name, queue in queues.items()}
@@ -42,8 +38,7 @@ class ModelCards:
 
     def one(self, exchange: Exchange) -> None:
         """Answers with the model that the path names. Raises ApiError."""
-        request = exchange.request
-        name = unquote(request.path[len(MODELS) + 1 :])
+        request, name = exchange.request, exchange.parameters["model"]
         queue = self._served.queue(exchange.key, name)
         if is_anthropics(request):
             exchange.respond(200, _encode(model_info(name, queue.routes, self._created)))

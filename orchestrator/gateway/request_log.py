@@ -7,7 +7,7 @@ import math
 import time
 from collections import Counter
 
-from orchestrator.gateway.admission.authenticator import OPEN, Authenticator
+from orchestrator.gateway.admission.authenticator import Authenticator
 from orchestrator.gateway.http.exchange import Exchange
 from orchestrator.gateway.openai.reply import Note
 from orchestrator.gateway.telemetry.gateway_metrics import GatewayMetrics
@@ -75,7 +75,7 @@ class RequestLog:
 
     def _log(self, exchange: Exchange, note: Note | None) -> None:
         request, key = exchange.request, exchange.key
-        if request.path in OPEN and exchange.status == 200:
+        if exchange.route is not None and exchange.route.is_probe and exchange.status == 200:
             return  # a probe, every second or so
         if key is None and self._gate.requires_keys:
             self._unauthenticated[exchange.status or CLIENT_GONE] += 1  # a line for each could fill the disk

@@ -9,16 +9,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from typing import Any
-from urllib.parse import parse_qs, unquote
+from urllib.parse import parse_qs
 
 import msgspec
 
 from orchestrator.fleet.hosting import Hosting
 from orchestrator.gateway.controller_client import ControllerAway, ControllerClient, ControllerFailed
 from orchestrator.gateway.http.exchange import JSON, Exchange
-from orchestrator.gateway.http.http_server import Handler
 from orchestrator.gateway.http.json_nesting import checked
 from orchestrator.gateway.lmi import INVOCATIONS, LINES, content_types, joined_lines
 from orchestrator.gateway.openai import errors
@@ -52,6 +51,20 @@ class LoadRequest(msgspec.Struct):
     url: str
 
 
+class LoadedModel(msgspec.Struct, rename="camel"):
+    """A model that SageMaker has loaded, and its folder."""
+
+    model_name: str
+    model_url: str
+
+
+class LoadedModels(msgspec.Struct, rename="camel", omit_defaults=True):
+    """A page; ``next_page_token`` if there are more."""
+
+    models: list[LoadedModel]
+    next_page_token: str | None = None
+
+
 class SageMaker:
     """SageMaker's side of one gateway. Used from its event loop."""
 
@@ -59,43 +72,23 @@ class SageMaker:
         self,
         controller: ControllerClient,
         served: ServedModels,
-        invoked: Callable[[Exchange], Awaitable[None] | None],
+        invoked: Callable[[Exchange, str], Awaitable[None] | None],
         *,
         limited: bool,
     ) -> None:
-        """``invoked`` answers a request whose path is one of ``ROUTES_BY_FIELD``. ``limited``: SageMaker ends requests
-        after a minute."""
+        """``invoked`` answers a request as a route, one of ``ROUTES_BY_FIELD``, does. ``limited``: SageMaker ends
+        requests after a minute."""
         self._controller = controller
         self._served = served
         self._invoked = invoked
         self._limited = limited
 
-    def route(self, path: str, method: str) -> tuple[str, Handler] | None:
-        """Returns the methods and the handler of a path below /models; None for other paths."""
-        parts = path.split("/")[1:]
-        handlers: Mapping[str, Handler] = {}
-        if parts == ["models"]:
-            handlers = {"GET": self._list, "POST": self._load}
-        elif parts[0] == "models" and len(parts) == 2 and parts[1]:
-            handlers = {"GET": self._get, "DELETE": self._unload}
-        elif parts[0] == "models" and len(parts) == 3 and parts[1] and parts[2] == "invoke":
-            handlers = {"POST": self._invoke_model}
-        if not handlers:
-            return None
-        if method in handlers:
-            return method, handlers[method]
-        return ", ".join(handlers), next(iter(handlers.values()))  # no method equals this one: it is refused
-
     # Inference
 
     def invoke(self, exchange: Exchange) -> Awaitable[None] | None:
-        """Answers POST /invocations. The model is that of the body, else of the header, else the only one."""
-        return self._invoke(exchange, None)
-
-    def _invoke_model(self, exchange: Exchange) -> Awaitable[None] | None:
-        return self._invoke(exchange, _name(exchange))
-
-    def _invoke(self, exchange: Exchange, model: str | None) -> Awaitable[None] | None:
+        """Answers `/invocations`: the model is that of the path, else of the body, else of the header, else the only
+        one."""
+        model = exchange.parameters.get("model")
         request = exchange.request
         kinds = content_types(request.headers.get(b"content-type", JSON))
         if LINES in kinds:
@@ -111,10 +104,10 @@ class SageMaker:
             raise errors.invalid(f"The body has none of the fields {', '.join(ROUTES_BY_FIELD)}.")
         if model is not None or "model" not in body:
             body["model"] = msgspec.Raw(msgspec.json.encode(model or self._target(exchange)))
-        request.path, request.body = path, msgspec.json.encode(body)
+        request.body = msgspec.json.encode(body)
         if self._limited:
             request.headers.setdefault(b"x-deadline-ms", ANSWER_MS)
-        return self._invoked(exchange)
+        return self._invoked(exchange, path)
 
     def _target(self, exchange: Exchange) -> str:
         """Returns the model of a request whose body names none. Raises ApiError."""
@@ -129,7 +122,7 @@ class SageMaker:
 
     # Models
 
-    async def _load(self, exchange: Exchange) -> None:
+    async def load(self, exchange: Exchange) -> None:
         try:
             request = msgspec.json.decode(checked(exchange.request.body), type=LoadRequest)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -138,7 +131,7 @@ class SageMaker:
         if hosting.status != 200:
             raise _refusal(hosting)
         await self._until(lambda: self._served.serves(request.model_name))
-        exchange.respond(200, _json(_card(request.model_name, request.url)))
+        exchange.respond(200, _json(LoadedModel(request.model_name, request.url)))
 
     async def _hosting(self, request: LoadRequest) -> Hosting:
         """Returns the controller's last word on a load. A controller that restarts meanwhile goes on with it."""
@@ -160,29 +153,27 @@ class SageMaker:
             if time.monotonic() >= deadline:
                 return Hosting(503, hosting.message)
 
-    async def _unload(self, exchange: Exchange) -> None:
-        name = _name(exchange)
+    async def unload(self, exchange: Exchange) -> None:
+        name = exchange.parameters["model"]
         hosting = await self._answered(self._controller.unhost_model(name))
         if hosting.status != 200:
             raise _refusal(hosting)
         await self._until(lambda: not self._served.has(name))
         exchange.respond(200, b"{}")
 
-    async def _get(self, exchange: Exchange) -> None:
-        name = _name(exchange)
+    async def get(self, exchange: Exchange) -> None:
+        name = exchange.parameters["model"]
         models = dict(await self._answered(self._controller.hosted()))
         if name not in models:
             raise _refusal(Hosting(404, f"the model {name} is not loaded"))
-        exchange.respond(200, _json(_card(name, models[name])))
+        exchange.respond(200, _json(LoadedModel(name, models[name])))
 
-    async def _list(self, exchange: Exchange) -> None:
+    async def list(self, exchange: Exchange) -> None:
         """The token of a page is the last name of the page before."""
         after = parse_qs(exchange.request.query).get("next_page_token", [""])[0]
         rest = sorted(row for row in await self._answered(self._controller.hosted()) if row[0] > after)
-        answer: dict[str, Any] = {"models": [_card(*row) for row in rest[:PAGE]]}
-        if len(rest) > PAGE:
-            answer["nextPageToken"] = rest[PAGE - 1][0]
-        exchange.respond(200, _json(answer))
+        token = rest[PAGE - 1][0] if len(rest) > PAGE else None
+        exchange.respond(200, _json(LoadedModels([LoadedModel(*row) for row in rest[:PAGE]], token)))
 
     async def _answered(self, call: Awaitable[Any]) -> Any:
         try:
@@ -200,14 +191,6 @@ class SageMaker:
 
 
 _json = msgspec.json.encode
-
-
-def _name(exchange: Exchange) -> str:
-    return unquote(exchange.request.path.split("/")[2])
-
-
-def _card(name: str, url: str) -> dict[str, str]:
-    return {"modelName": name, "modelUrl": url}
 
 
 def _defect(error: ControllerFailed) -> Hosting:

@@ -13,7 +13,6 @@ import msgspec.structs
 from orchestrator.access.keys import ApiKey
 from orchestrator.fleet.replica_states import ModelState
 from orchestrator.fleet.route_table import ModelRoutes, RouteTable
-from orchestrator.gateway.admission.authenticator import allow_inference
 from orchestrator.gateway.controller_client import ControllerAway, ControllerClient
 from orchestrator.gateway.openai import errors
 from orchestrator.gateway.received_files import ReceivedFiles
@@ -162,7 +161,6 @@ class ServedModels:
 
     def queue(self, key: ApiKey | None, model: str) -> ModelQueue:
         """Returns the queue of the model with that name or alias, if the key allows it. Raises ApiError."""
-        allow_inference(key)
         if self._table is None:
             raise errors.model_unavailable(model, "loading", "the gateway has just started")
         queue = self._names.get(model)

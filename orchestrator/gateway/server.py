@@ -10,6 +10,7 @@ import resource
 import ssl
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import uvloop
@@ -19,6 +20,8 @@ from orchestrator.gateway.app import Gateway
 from orchestrator.gateway.controller_client import ControllerClient
 from orchestrator.gateway.http.connection import HttpConnection
 from orchestrator.gateway.http.listener import bind
+from orchestrator.gateway.openapi import GatewayRoute
+from orchestrator.gateway.routes import CONTAINER_ROUTES, OWN_ROUTES
 from orchestrator.gateway.settings import DRAIN_S, GatewaySettings
 
 log = logging.getLogger(__name__)
@@ -40,11 +43,17 @@ FIRST_ROUTES_S = 5.0
 class GatewayServer:
     """Serves one Gateway until ``stop``."""
 
-    def __init__(self, controller: ControllerClient, settings: GatewaySettings) -> None:
+    def __init__(
+        self,
+        controller: ControllerClient,
+        settings: GatewaySettings,
+        routes: Sequence[GatewayRoute] | None = None,
+    ) -> None:
         """Raises OSError when the port cannot be bound, Failed when certificates or keys cannot be read."""
         self._settings = settings
         self._certificates = _certificates(settings)
-        self.gateway = Gateway(controller, settings)
+        own = CONTAINER_ROUTES if settings.sagemaker else OWN_ROUTES
+        self.gateway = Gateway(controller, settings, own if routes is None else routes)
         self._http = self.gateway.server
         self._listener = bind(settings.host, settings.port, shared=True)
         self._started = threading.Event()

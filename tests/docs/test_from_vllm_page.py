@@ -13,7 +13,7 @@ from typer.main import get_command
 from orchestrator.cli import main as cli
 from orchestrator.gateway.openai import body_reader, protocol
 from orchestrator.gateway.openai.errors import ApiError
-from orchestrator.gateway.openai.openapi import ROUTES
+from orchestrator.gateway.routes import ROUTES
 from orchestrator.process.home import Home
 from placements.facts.engines import ENGINE_OPTIONS
 from placements.rules.options.vllm_flags import FIELDS, FLAGS, REFUSED, VERSIONS

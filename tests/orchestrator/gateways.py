@@ -6,7 +6,7 @@ import asyncio
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from orchestrator.fleet.replica_states import ModelState
 from orchestrator.fleet.route_table import ModelRoutes, Route, RouteTable
 from orchestrator.gateway.controller_client import ControllerAway
 from orchestrator.gateway.http.http_server import HttpServer
+from orchestrator.gateway.openapi import GatewayRoute
 from orchestrator.gateway.server import GatewayServer
 from orchestrator.gateway.serving.model_queue import ModelQueue
 from orchestrator.gateway.settings import GatewaySettings
@@ -162,10 +163,11 @@ class LiveGateway:
     """One gateway, and a client of it."""
 
     def __init__(self, **settings: Any) -> None:
-        """``settings`` are fields of GatewaySettings; without ``port`` it is a free one. ``models`` are the routes that
-        it finds when it starts."""
+        """``settings`` are fields of GatewaySettings; without ``port`` it is a free one. ``models`` are the routes to
+        replicas that it finds when it starts, ``http_routes`` those for clients."""
         self.controller = PlayedController()
         self.controller.answers = settings.pop("answers", True)
+        http_routes: Sequence[GatewayRoute] | None = settings.pop("http_routes", None)
         if models := settings.pop("models", ()):
             self.controller.set(*models)
         self.port: int = settings.pop("port", None) or free_port()
@@ -173,7 +175,7 @@ class LiveGateway:
         self._home = tempfile.TemporaryDirectory(prefix="cwt-", dir="/tmp")
         self.home = Path(settings.pop("home", self._home.name))
         self.settings = GatewaySettings(host="127.0.0.1", port=self.port, home=str(self.home), **settings)
-        self._server = GatewayServer(self.controller, self.settings)
+        self._server = GatewayServer(self.controller, self.settings, http_routes)
         self._server.start()
         self.http = httpx.Client(base_url=self.url, timeout=20)
 
@@ -229,8 +231,8 @@ class LiveGateway:
 
     @property
     def paths(self) -> list[str]:
-        """Of all routes, each with its methods' one path."""
-        return list(self._server.gateway._routes)
+        """Of all routes without parameters."""
+        return [route.path for route in self._server.gateway.routes.all if not route.path_parameters]
 
     def close(self) -> None:
         """Raises AssertionError where a queue without requests counts some."""

@@ -16,8 +16,6 @@ from orchestrator.process.addresses import is_loopback
 if TYPE_CHECKING:
     from orchestrator.gateway.settings import GatewaySettings
 
-OPEN = frozenset({"/livez", "/readyz", "/health", "/ping"})  # routes that need no key
-
 
 @dataclass(frozen=True, slots=True)
 class _CachedKey:
@@ -145,12 +143,6 @@ def _is_bearer(header: bytes) -> bool:
     return header[:7].lower() == b"bearer "
 
 
-def allow_inference(key: ApiKey | None) -> None:
-    """Raises ApiError 403 when the key has another scope."""
-    if key is not None and "inference" not in key.scopes:
-        raise errors.key_not_for("inference")
-
-
 def host_name(host: str) -> str:
     """Returns the host without the port."""
     name, colon, port = host.rpartition(":")
@@ -176,8 +168,7 @@ def _cors(origin: str) -> tuple[tuple[bytes, bytes], ...]:
     )
 
 
-PREFLIGHT = (
-    (b"access-control-allow-methods", b"GET, POST, OPTIONS"),
+PREFLIGHT = (  # beside the methods
     (  # the request headers that a browser's script may send
         b"access-control-allow-headers",
         b"authorization, content-type, x-api-key, x-request-id, x-session-id, x-deadline-ms, x-corewright-explain, "

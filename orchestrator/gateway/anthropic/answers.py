@@ -7,8 +7,9 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from orchestrator.gateway.anthropic.chat_request import MessagesChat
 from orchestrator.gateway.anthropic.errors import error_body
-from orchestrator.gateway.http.exchange import JSON
+from orchestrator.gateway.http.exchange import JSON, Exchange
 from orchestrator.gateway.openai.answer_parts import Text, events_of, whole_parts
 from orchestrator.gateway.openai.answers import EVENTS, LARGE_BYTES, Choice
 from orchestrator.gateway.openai.errors import ApiError
@@ -142,6 +143,11 @@ class MessagesAnswer(msgspec.Struct, eq=False):
         else:
             reason = "stop_sequence" if event.stop else "end_turn"  # 4, 5
         return {"stop_reason": reason, "stop_sequence": event.stop if reason == "stop_sequence" else None}
+
+
+def messages_answer(exchange: Exchange, body: MessagesChat, choices: Sequence[Choice], suffix: str) -> MessagesAnswer:
+    """Returns the writer of an answer; ``suffix`` is that of its id."""
+    return MessagesAnswer(f"msg{suffix}", body.model, choices[0], body.most_tokens, exchange.id)
 
 
 _NO_STOP = {"stop_reason": None, "stop_sequence": None}

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from functools import partial
-from types import MappingProxyType
 
 import msgspec
 
@@ -14,14 +13,7 @@ from orchestrator.fleet.route_table import ModelRoutes
 from orchestrator.gateway.encoding.answers import AnswerHead, id_prefix, too_many_dimensions
 from orchestrator.gateway.encoding.encoded_reply import EncodedReply
 from orchestrator.gateway.encoding.inputs import encode_inputs
-from orchestrator.gateway.encoding.protocol import (
-    KINDS_OF,
-    ClassifyRequest,
-    EmbeddingRequest,
-    EncodingBody,
-    RerankRequest,
-    ScoreRequest,
-)
+from orchestrator.gateway.encoding.protocol import KINDS_OF, EncodingBody
 from orchestrator.gateway.generation import INLINE_BYTES, Generation
 from orchestrator.gateway.http.exchange import Exchange
 from orchestrator.gateway.openai import errors
@@ -35,16 +27,6 @@ from orchestrator.gateway.telemetry.gateway_metrics import GatewayMetrics
 from workers.messages.encoder_protocol import EncodeInput
 from workers.messages.requests import GenerateRequest
 from workers.text.tokenizer import ByteTokenizer, PromptTokenizer
-
-ENCODING: Mapping[str, type[EncodingBody]] = MappingProxyType(  # by route
-    {
-        "/v1/embeddings": EmbeddingRequest,
-        **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), RerankRequest),
-        **dict.fromkeys(("/v1/score", "/score"), ScoreRequest),
-        "/classify": ClassifyRequest,
-    }
-)
-_OPERATIONS = {EmbeddingRequest: "embeddings", RerankRequest: "rerank", ScoreRequest: "score"}  # OpenTelemetry's
 
 
 class Encoding:
@@ -110,7 +92,7 @@ class Encoding:
             await self._renew(reply, queue)
 
         reply = EncodedReply(exchange, body, head, note, self._metrics, read_again)
-        self._generation.trace(exchange, queue, _OPERATIONS.get(type(body), "classify"))
+        self._generation.trace(exchange, queue)
         request = GenerateRequest(id=next(self._generation.request_ids), prompt_ids=[], max_tokens=1, inputs=inputs)
         reply.ticket = queue.submit(request, reply, exchange.trace, terms, exchange.id)
 

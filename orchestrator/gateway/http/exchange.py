@@ -43,6 +43,8 @@ class Exchange(msgspec.Struct, eq=False):
     connection: HttpConnection
     id: str  # the client's x-request-id, or a new one
     key: ApiKey | None = None
+    route: Any = None  # the handler's record of a route of this path
+    parameters: Mapping[str, str] = MappingProxyType({})  # of the path
     status: int = 0
     began: bool = False  # the head is written
     ended: bool = False

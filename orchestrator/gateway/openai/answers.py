@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 import msgspec
 import msgspec.structs
 
-from orchestrator.gateway.http.exchange import JSON
+from orchestrator.gateway.http.exchange import JSON, Exchange
 from orchestrator.gateway.openai.errors import ApiError
+from orchestrator.gateway.openai.protocol import ChatRequest, CompletionRequest
 from orchestrator.gateway.openai.toolcalls import writing as toolcalls
 from orchestrator.gateway.openai.toolcalls.events import ToolParser
 from workers.messages.requests import FinishReason, TokenEvent, TokenLogprobs
@@ -292,6 +294,15 @@ class Answer(msgspec.Struct, eq=False):
     def _usage(self) -> dict[str, int]:
         prompt, completion = self.prompt_tokens, sum(choice.tokens for choice in self.choices)
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+def openai_answer(
+    exchange: Exchange, body: ChatRequest | CompletionRequest, choices: Sequence[Choice], suffix: str
+) -> Answer:
+    """Returns the writer of an answer; ``suffix`` is that of its id."""
+    is_chat = isinstance(body, ChatRequest)
+    id = ("chatcmpl" if is_chat else "cmpl") + suffix
+    return Answer(id, body.model, int(time.time()), is_chat, choices, bool(body.return_token_ids))
 
 
 class ForwardedAnswer(msgspec.Struct, eq=False):

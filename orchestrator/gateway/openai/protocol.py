@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
@@ -224,6 +226,7 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     service_tier: Ignored = None
     safety_identifier: Ignored = None
     prompt_cache_key: Ignored = None
+    names: ClassVar[Mapping[str, str]] = MappingProxyType({})  # another API's names of these fields, for errors
 
     def stops(self) -> list[str]:
         if self.stop is None:
@@ -280,6 +283,15 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     # Ignored, as above.
     reasoning_effort: Ignored = None
     verbosity: Ignored = None
+
+    @property
+    def prompt_count(self) -> int:
+        return 1
+
+    @property
+    def has_other_parts(self) -> bool:
+        """Some of it is not text, such as an image."""
+        return any(message.has_other_parts for message in self.messages)
 
     @property
     def default_tokens(self) -> int | None:
@@ -356,6 +368,11 @@ class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True
     def default_tokens(self) -> int | None:
         """The most tokens of an answer without `max_tokens`."""
         return DEFAULT_COMPLETION_TOKENS
+
+    @property
+    def prompt_count(self) -> int:
+        several = isinstance(self.prompt, list) and not isinstance(self.prompt[0], int)
+        return len(self.prompt) if several else 1
 
     def logprobs_count(self) -> int | None:
         """Returns the alternatives per token; None without logprobs."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from orchestrator.gateway.anthropic.answer_types import TokenCount
 from orchestrator.gateway.openai.chat import chat_prompt
 from orchestrator.gateway.openai.errors import invalid, too_many_tokens
 from orchestrator.gateway.openai.protocol import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest
@@ -25,6 +26,25 @@ class Detokenized(msgspec.Struct, frozen=True):
     """The answer of /detokenize: the text of the tokens, including special tokens."""
 
     prompt: str
+
+
+def write_tokenized(
+    request: TokenizeTextRequest | TokenizeChatRequest, tokenizer: PromptTokenizer, max_len: int
+) -> tuple[bytes, int]:
+    """Returns the answer and how many tokens it cost. Raises ApiError 400."""
+    answer = tokenized(request, tokenizer, max_len)
+    return msgspec.json.encode(answer), answer.count
+
+
+def write_count(request: TokenizeChatRequest, tokenizer: PromptTokenizer, max_len: int) -> tuple[bytes, int]:
+    """Does what ``write_tokenized`` does, in the shape of the Messages API."""
+    count = tokenized(request, tokenizer, max_len).count
+    return msgspec.json.encode(TokenCount(count)), count
+
+
+def write_detokenized(request: DetokenizeRequest, tokenizer: PromptTokenizer, max_len: int) -> tuple[bytes, int]:
+    """Returns the answer and how many tokens it cost. Raises ApiError 400."""
+    return msgspec.json.encode(detokenized(request, tokenizer, max_len)), len(request.tokens)
 
 
 def tokenized(

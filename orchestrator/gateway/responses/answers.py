@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import msgspec
 
-from orchestrator.gateway.http.exchange import JSON
+from orchestrator.gateway.http.exchange import JSON, Exchange
 from orchestrator.gateway.openai.answer_parts import Call, Part, Text, events_of, whole_parts
 from orchestrator.gateway.openai.answers import EVENTS, LARGE_BYTES, WAITING, Choice
 from orchestrator.gateway.openai.errors import ApiError
@@ -191,6 +192,13 @@ class ResponsesAnswer(msgspec.Struct, eq=False):
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": prompt + answer,
         }
+
+
+def responses_answer(
+    exchange: Exchange, body: ResponsesChat, choices: Sequence[Choice], suffix: str
+) -> ResponsesAnswer:
+    """Returns the writer of an answer; ``suffix`` is that of its ids."""
+    return ResponsesAnswer(suffix, int(time.time()), body, choices[0])
 
 
 def _content(text: str) -> dict[str, Any]:

@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+import httpx
 import jsonschema
 import pytest
 from openapi_spec_validator import validate
 
+from orchestrator.access.keys import Allowance, KeyFile, Scope
 from orchestrator.gateway.anthropic.chat_request import read_count_tokens, read_messages
 from orchestrator.gateway.encoding.protocol import ClassifyRequest, EmbeddingRequest, RerankRequest, ScoreRequest
 from orchestrator.gateway.openai import body_reader, errors, protocol
 from orchestrator.gateway.openai.errors import ApiError
-from orchestrator.gateway.openai.openapi import REFUSED, ROUTES, openapi
 from orchestrator.gateway.openai.protocol import MAX_ENTRIES, MAX_PROMPTS, MAX_STOPS, MAX_TOOLS, MOST
+from orchestrator.gateway.openapi import REFUSED, openapi
 from orchestrator.gateway.responses.chat_request import read_responses
+from orchestrator.gateway.routes import ROUTES
+from orchestrator.process.home import Home
+from tests.fleet import until
+from tests.orchestrator.gateways import LiveGateway, routes
+from tests.served import Served
 
-DOCUMENT = openapi(needs_key=True)
+DOCUMENT = openapi(needs_key=True, routes=ROUTES)
 HELLO = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "f"}}
 CHAT: dict[str, Any] = {"model": "m", "messages": HELLO}
@@ -75,7 +83,7 @@ def takes(kind: str, body: dict[str, Any]) -> bool:
 @pytest.mark.parametrize("needs_key", [True, False])
 def test_the_document_is_openapi_3_1(needs_key: bool) -> None:
     """By the validator of the specification; with and without keys."""
-    document = openapi(needs_key=needs_key)
+    document = openapi(needs_key=needs_key, routes=ROUTES)
     validate(document)
     assert document["openapi"] == "3.1.0"
     assert bool(document["security"]) == needs_key
@@ -220,3 +228,35 @@ def test_the_document_and_the_gateway_agree_on_a_field(kind: str, fields: dict[s
 def test_the_admin_api_has_a_separate_document() -> None:
     """By the same rules: no route is in both."""
     assert not any(path.startswith("/admin") for path in DOCUMENT["paths"])
+
+
+def test_a_route_of_the_table_needs_no_other_edit() -> None:
+    """A new path is routed, documented, limited and refused to keys of another scope, by its record alone."""
+    chat = next(route for route in ROUTES if route.path == "/v1/chat/completions")
+    added = dataclasses.replace(chat, path="/v9/{version}/chat", summary="New.")
+    free = dataclasses.replace(added, path="/v9/free", charged=False)
+    gateway, replica = LiveGateway(http_routes=(*ROUTES, added, free)), Served()
+    try:
+        gateway.serve(routes("m", replica))
+        keys = KeyFile(Home(gateway.home).keys)
+        texts = [
+            keys.create(scope, scopes=(scope,), allowance=Allowance(tokens_per_minute=10**6))[1]
+            for scope in get_args(Scope)
+        ]
+        until(lambda: gateway.http.get("/version").status_code == 401, 5, "the keys are known")
+        inference, admin = ({"authorization": f"Bearer {text}"} for text in texts)
+
+        def post(path: str, headers: dict[str, str]) -> httpx.Response:
+            return gateway.http.post(path, json={**CHAT, "max_tokens": 2}, headers=headers)
+
+        answer = post("/v9/1/chat", inference)
+        assert answer.json()["object"] == "chat.completion"
+        assert "x-ratelimit-limit-tokens" in answer.headers
+        assert "x-ratelimit-limit-tokens" not in post("/v9/free", inference).headers
+        assert post("/v9/1/chat", admin).json()["error"]["code"] == "key_not_allowed"
+        assert gateway.http.get("/v9/1/chat", headers=inference).headers["allow"] == "POST"
+        document = gateway.http.get("/openapi.json", headers=inference).json()
+        assert document["paths"]["/v9/{version}/chat"]["post"]["summary"] == "New."
+    finally:
+        gateway.close()
+        replica.close()

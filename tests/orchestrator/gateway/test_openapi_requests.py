@@ -12,7 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis.errors import Unsatisfiable
 
 from orchestrator.gateway.encoding.protocol import KINDS_OF
-from orchestrator.gateway.openai.openapi import ROUTES, openapi
+from orchestrator.gateway.openapi import openapi
+from orchestrator.gateway.routes import ROUTES
 from placements.facts.encoders import KINDS
 from tests.orchestrator.encoded import EncoderReplica
 from tests.orchestrator.gateways import LiveGateway, routes
@@ -40,7 +41,7 @@ def live() -> Iterator[LiveGateway]:
 
 def document() -> dict[str, Any]:
     """The gateway's own, where a model is one that is there: else there would be little to see but 404."""
-    schema = openapi(needs_key=False)
+    schema = openapi(needs_key=False, routes=ROUTES)
     for name, kind in schema["components"]["schemas"].items():
         if name.endswith("Request"):
             kind["properties"]["model"] = {"enum": [MODEL_OF.get(name, "m"), "0", "org/model"]}
@@ -86,7 +87,7 @@ def test_the_gateway_behaves_as_documented(live: LiveGateway, label: str, mode: 
     """
     import schemathesis
 
-    assert live.http.get("/openapi.json").json() == openapi(needs_key=False)
+    assert live.http.get("/openapi.json").json() == openapi(needs_key=False, routes=ROUTES)
     operations = (operations.ok() for operations in schemathesis.openapi.from_dict(document()).get_all_operations())  # type: ignore[union-attr]
     operation = next(candidate for candidate in operations if candidate.label == label)
 

@@ -21,8 +21,9 @@ from orchestrator.fleet.hosting import Hosting
 from orchestrator.gateway.controller_client import ControllerFailed
 from orchestrator.gateway.lmi import LmiAnswer, content_types, read_lmi
 from orchestrator.gateway.openai.answers import Choice
-from orchestrator.gateway.openai.openapi import openapi
-from orchestrator.gateway.sagemaker_routes import CONTAINER_ROUTES, LoadedModel, LoadedModels
+from orchestrator.gateway.openapi import openapi
+from orchestrator.gateway.routes import CONTAINER_ROUTES, ROUTES
+from orchestrator.gateway.sagemaker import LoadedModel, LoadedModels
 from orchestrator.process.home import Home
 from tests.fleet import until
 from tests.orchestrator.gateways import LiveGateway, routes
@@ -278,7 +279,7 @@ def test_the_containers_openapi_document_has_its_routes(gateway: LiveGateway, se
     validate(DOCUMENT)
     gateway.serve(routes("only", served))
     assert gateway.http.get("/openapi.json").json() == DOCUMENT
-    others = openapi(needs_key=False)["paths"]
+    others = openapi(needs_key=False, routes=ROUTES)["paths"]
     own = {path: methods for path, methods in DOCUMENT["paths"].items() if path not in others}
     assert own.keys() == {"/invocations", "/models", "/models/{model}", "/models/{model}/invoke"}
     gateway.controller.load_replies = [Hosting(400, "no model")]

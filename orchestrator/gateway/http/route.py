@@ -1,0 +1,79 @@
+"""The routes of an HTTP API in one table: routing, the scopes of keys, CORS, OpenAPI and the docs follow from it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Generic, TypeVar
+from urllib.parse import unquote
+
+ANY_SCOPE = "any"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HttpRoute:
+    """One method of one path."""
+
+    method: str
+    path: str  # "{name}" is a parameter: one segment, percent-encoded
+    takes_rest: bool = False  # the last parameter is the rest of the path, slashes included
+    summary: str
+    listed: bool = True  # in the OpenAPI document
+    handler: Any  # what the server of the table calls
+    body: tuple[type, ...] = ()  # the types that the JSON of a request may have
+    query: type | None = None  # the type of the path's parameters and the query
+    answer: type | None = dict  # the type of the JSON; dict: any object, object: any JSON, None: text
+    answer_text: str = ""  # what the answer contains, in words; the summary by default
+    status: int = 200
+    scope: str | None = ANY_SCOPE  # that a key must have; ``ANY_SCOPE``: a key of any scope; None: no key is needed
+    refusals: tuple[int, ...] = ()  # statuses of errors besides those of every route
+    refusal_texts: Mapping[int, str] = field(default_factory=dict)  # the meanings of statuses, if not as elsewhere
+
+    @property
+    def path_parameters(self) -> list[str]:
+        """The names of the parameters in the path."""
+        return re.findall(r"\{(\w+)\}", self.path)
+
+
+R = TypeVar("R", bound=HttpRoute)
+
+
+class HttpRoutes(Generic[R]):
+    """Finds the routes of a path."""
+
+    def __init__(self, routes: Sequence[R]) -> None:
+        self.all = tuple(routes)
+        self.methods = tuple(sorted({route.method for route in routes}))
+        self._fixed: dict[str, dict[str, R]] = {}
+        self._patterns: dict[str, tuple[re.Pattern[str], dict[str, R]]] = {}
+        for route in routes:
+            if "{" in route.path:
+                pattern = _pattern(route)
+                self._patterns.setdefault(pattern.pattern, (pattern, {}))[1][route.method] = route
+            else:
+                self._fixed.setdefault(route.path, {})[route.method] = route
+
+    def at(self, path: str) -> tuple[Mapping[str, R], Mapping[str, str]]:
+        """Returns the routes of a path by method, none for an unknown path, and the values of its parameters."""
+        if (fixed := self._fixed.get(path)) is not None:
+            return fixed, _NO_VALUES
+        for pattern, routes in self._patterns.values():
+            if (match := pattern.fullmatch(path)) is not None:
+                return routes, {name: unquote(value) for name, value in match.groupdict().items()}
+        return _NO_ROUTES, _NO_VALUES
+
+
+_NO_ROUTES: Mapping[str, Any] = MappingProxyType({})
+_NO_VALUES: Mapping[str, str] = MappingProxyType({})
+
+
+def _pattern(route: HttpRoute) -> re.Pattern[str]:
+    texts = re.split(r"\{(\w+)\}", route.path)  # every second one is a name
+    rest = len(texts) - 2 if route.takes_rest else -1
+    parts = [
+        f"(?P<{text}>{'.+' if place == rest else '[^/]+'})" if place % 2 else re.escape(text)
+        for place, text in enumerate(texts)
+    ]
+    return re.compile("".join(parts))
