@@ -18,6 +18,7 @@ from orchestrator.gateway.encoding.protocol import (
     EncodingBody,
     RerankRequest,
     ScoreRequest,
+    read_encoding,
 )
 from orchestrator.gateway.lmi import INVOCATIONS, LmiRequest, lmi_answer, read_lmi
 from orchestrator.gateway.openai.answer_types import (
@@ -36,7 +37,6 @@ from orchestrator.gateway.openai.body_reader import (
     read_chat,
     read_completion,
     read_detokenize,
-    read_encoding,
     read_tokenize,
 )
 from orchestrator.gateway.openai.protocol import (

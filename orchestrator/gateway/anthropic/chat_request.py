@@ -6,8 +6,6 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
-import msgspec
-
 from orchestrator.gateway.anthropic.protocol import (
     AnyChoice,
     AutoChoice,
@@ -41,8 +39,8 @@ from orchestrator.gateway.openai.protocol import (
     ToolCall,
 )
 
-_messages_decoder = msgspec.json.Decoder(MessagesRequest)
-_count_decoder = msgspec.json.Decoder(CountTokensRequest)
+_messages_decoder = body_reader.decoder_of(MessagesRequest)
+_count_decoder = body_reader.decoder_of(CountTokensRequest)
 REPLACEMENTS: Mapping[str, str] = MappingProxyType(  # fields of other APIs, and their replacement here
     {
         "response_format": 'output_config: {"format": {"type": "json_schema", "schema": ...}}',

@@ -7,11 +7,13 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from orchestrator.gateway.openai.body_reader import decode, decoder_of, out_of_range
 from orchestrator.gateway.openai.errors import invalid
 from orchestrator.gateway.openai.protocol import (
     IDS_OR_TEXTS,
     MAX_PROMPTS,
     MOST,
+    DocumentText,
     Ignored,
     PositiveCount,
     Priority,
@@ -78,12 +80,6 @@ class EmbeddingRequest(EncodingFields, kw_only=True, forbid_unknown_fields=True)
     def param(self) -> str:
         """The field with the inputs."""
         return "input"
-
-
-class DocumentText(msgspec.Struct):
-    """A document of Cohere's older and Jina's requests. Its other fields are ignored."""
-
-    text: str
 
 
 class RerankRequest(EncodingFields, kw_only=True, forbid_unknown_fields=True):
@@ -158,12 +154,24 @@ class ClassifyRequest(EncodingFields, kw_only=True, forbid_unknown_fields=True):
 
 
 EncodingBody = EmbeddingRequest | RerankRequest | ScoreRequest | ClassifyRequest
-KINDS_OF: dict[type, tuple[EncoderKind, ...]] = {
+KINDS_OF: dict[type[EncodingBody], tuple[EncoderKind, ...]] = {
     EmbeddingRequest: ("embedding",),
     RerankRequest: ("rerank",),
     ScoreRequest: ("rerank", "embedding"),
     ClassifyRequest: ("classification",),
 }
+
+
+_decoders = {kind: decoder_of(kind) for kind in KINDS_OF}
+
+
+def read_encoding(body: bytes, kind: type[EncodingBody]) -> EncodingBody:
+    """Decodes and checks a body. Raises ApiError 400 that names the wrong parameter."""
+    request: EncodingBody = decode(_decoders[kind], body)
+    request.check()
+    if (count := len(request.inputs())) > MAX_PROMPTS:
+        raise invalid(out_of_range("the number of inputs", count, 1, MAX_PROMPTS), param=request.param)
+    return request
 
 
 def inputs_of(body: EncodingBody, kind: Kind) -> list[Input]:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from orchestrator.gateway.encoding.protocol import DocumentText
+from orchestrator.gateway.openai.protocol import DocumentText
 
 
 class CalledFunction(msgspec.Struct):

@@ -4,53 +4,57 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import cache
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
+from msgspec.inspect import DictType, FloatType, IntType, ListType, StructType, UnionType, type_info
 
-from orchestrator.gateway.anthropic.protocol import CountTokensRequest, MessagesRequest
-from orchestrator.gateway.encoding.protocol import (
-    ClassifyRequest,
-    DocumentText,
-    EmbeddingRequest,
-    EncodingBody,
-    RerankRequest,
-    ScoreRequest,
-)
 from orchestrator.gateway.http.json_nesting import checked
 from orchestrator.gateway.openai.errors import ApiError, invalid
-from orchestrator.gateway.openai.field_bounds import LONGEST_VALUE, out_of_bounds, out_of_range
 from orchestrator.gateway.openai.protocol import (
+    LONGEST_ID,
+    MAX_ENTRIES,
     MAX_PROMPTS,
+    MAX_STOPS,
+    MAX_TOOLS,
     Chat,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    DocumentText,
     ForwardedFields,
     NamedTool,
     SamplingFields,
     TokenizeChatRequest,
     TokenizeTextRequest,
 )
-from orchestrator.gateway.responses.protocol import ResponsesRequest
 
-R = TypeVar("R")
+R = TypeVar("R", bound=msgspec.Struct)
 C = TypeVar("C", bound=ChatRequest)
 MAX_STOP_CHARACTERS = 2**14
 LARGE_BYTES = 2**20  # a larger body is checked before it is decoded
 MAX_FIELD_BYTES = 2**20  # of a field of a large body, except prompts and messages
 MAX_IDS = 2**20  # in a large body
+LONGEST_VALUE = 100  # bytes or characters of a wrong value that an error quotes
 
-_chat_decoder = msgspec.json.Decoder(ChatRequest)
-_completion_decoder = msgspec.json.Decoder(CompletionRequest)
-_tokenize_text_decoder = msgspec.json.Decoder(TokenizeTextRequest)
-_tokenize_chat_decoder = msgspec.json.Decoder(TokenizeChatRequest)
-_detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
+_kinds: dict[type[msgspec.Struct], str] = {}
+
+
+def decoder_of(kind: type[R], *, messages: str = "") -> msgspec.json.Decoder[R]:
+    """Returns the decoder of a type of requests. From then on ``decode`` knows its fields: in large bodies, and in
+    errors. ``messages``: the field that is a list of messages, not of texts."""
+    _kinds[kind] = messages
+    return msgspec.json.Decoder(kind)
+
+
+_chat_decoder = decoder_of(ChatRequest)
+_completion_decoder = decoder_of(CompletionRequest)
+_tokenize_text_decoder = decoder_of(TokenizeTextRequest)
+_tokenize_chat_decoder = decoder_of(TokenizeChatRequest)
+_detokenize_decoder = decoder_of(DetokenizeRequest)
 _forwarded_decoder = msgspec.json.Decoder(ForwardedFields)
-_encoding_decoders: Mapping[type[EncodingBody], msgspec.json.Decoder[EncodingBody]] = {
-    kind: msgspec.json.Decoder(kind) for kind in (EmbeddingRequest, RerankRequest, ScoreRequest, ClassifyRequest)
-}
 
 
 class _Shape(msgspec.Struct):
@@ -166,15 +170,6 @@ def read_completion(body: bytes) -> CompletionRequest:
     return request
 
 
-def read_encoding(body: bytes, kind: type[EncodingBody]) -> EncodingBody:
-    """Decodes and checks a body. Raises ApiError 400 that names the wrong parameter."""
-    request = decode(_encoding_decoders[kind], body)
-    request.check()
-    if (count := len(request.inputs())) > MAX_PROMPTS:
-        raise invalid(out_of_range("the number of inputs", count, 1, MAX_PROMPTS), param=request.param)
-    return request
-
-
 def read_forwarded(body: bytes) -> ForwardedFields:
     """Decodes these fields, and checks that the body is JSON. Raises ApiError 400."""
     return decode(_forwarded_decoder, body)
@@ -186,27 +181,23 @@ _BOUNDED = (
     "context_management",
 )
 _BOUNDED_ITEMS = ("stop", "stop_token_ids", "logit_bias")
-_REQUESTS = (
-    *(ChatRequest, CompletionRequest, TokenizeTextRequest, TokenizeChatRequest, DetokenizeRequest),
-    *(MessagesRequest, CountTokensRequest, ResponsesRequest),
-    *_encoding_decoders,
-)
-_Large = msgspec.defstruct(
-    "_Large",
-    [(name, msgspec.Raw, msgspec.Raw()) for name in {name: 0 for kind in _REQUESTS for name in kind.__struct_fields__}],
-)
-_large_decoder = msgspec.json.Decoder(_Large)
 _texts_decoder = msgspec.json.Decoder(list[str | DocumentText])
 
 
-def _check_large(body: bytes, *, items: bool = False) -> None:
-    """Raises ApiError for a body that would block the event loop while it is decoded; long texts do not. ``items``: its
-    input is a list of messages."""
-    fields = {name: bytes(raw) for name, raw in msgspec.structs.asdict(_large_decoder.decode(body)).items()}
+@cache
+def _fields_decoder() -> msgspec.json.Decoder[Any]:
+    """Returns a decoder of the fields of all requests, which leaves their values as they are."""
+    names = dict.fromkeys(name for kind in _kinds for name in kind.__struct_fields__)
+    return msgspec.json.Decoder(msgspec.defstruct("Fields", [(name, msgspec.Raw, msgspec.Raw()) for name in names]))
+
+
+def _check_large(body: bytes, kind: type[msgspec.Struct]) -> None:
+    """Raises ApiError for a body that would block the event loop while it is decoded; long texts do not."""
+    fields = {name: bytes(raw) for name, raw in msgspec.structs.asdict(_fields_decoder().decode(body)).items()}
     for name in _BOUNDED:
-        _check_limit(f"the bytes of {name}", len(fields[name]), MAX_FIELD_BYTES, name)
+        _check_limit(f"the bytes of {name}", len(fields.get(name, b"")), MAX_FIELD_BYTES, name)
     for name in ("prompt", "tokens", "input", "documents", "text_1", "text_2"):
-        if fields[name].startswith(b"[") and not (items and name == "input"):
+        if name != _kinds.get(kind) and fields.get(name, b"").startswith(b"["):
             _check_list(name, fields[name])
     remainder = len(body) - sum(map(len, fields.values()))  # of a repeated field, ``fields`` has only the last
     if remainder > MAX_FIELD_BYTES:
@@ -229,7 +220,7 @@ def decode(decoder: msgspec.json.Decoder[R], body: bytes, replacements: Mapping[
     """Decodes a body. ``replacements`` are those of unknown fields. Raises ApiError 400 that names the parameter."""
     try:
         if len(body) > LARGE_BYTES and decoder is not _forwarded_decoder:
-            _check_large(body, items=decoder.type is ResponsesRequest)
+            _check_large(body, decoder.type)
         checked(body)
         try:
             return decoder.decode(body)
@@ -256,9 +247,9 @@ def _explained(text: str, body: bytes, replacements: Mapping[str, str]) -> ApiEr
     if path is None:
         return invalid(f"the body: {cause}")
     name = path.partition("[")[0]
-    if "got" in cause or name not in (_BOUNDED_ITEMS if name != path else _Large.__struct_fields__):
+    if "got" in cause or name not in (_BOUNDED_ITEMS if name != path else _fields_decoder().type.__struct_fields__):
         return invalid(f"{path}: {cause}", param=path)
-    raw = bytes(getattr(_large_decoder.decode(body), name))
+    raw = bytes(getattr(_fields_decoder().decode(body), name))
     try:
         message = out_of_bounds(name, msgspec.json.decode(raw))
     except msgspec.ValidationError:  # a number with too many digits
@@ -282,3 +273,67 @@ def _check(request: SamplingFields) -> None:
 def _check_limit(name: str, count: int, limit: int, param: str) -> None:
     if count > limit:
         raise invalid(f"{name}: {count} exceeds the limit of {limit}", param=param)
+
+
+# The values of fields outside their bounds, which msgspec reports without the value
+
+
+def out_of_bounds(name: str, value: Any) -> str | None:
+    """Returns the message for a field outside its bounds; None if ``value`` is inside, as the last of a repeated field
+    may be."""
+    values = value if isinstance(value, list | dict) else [value]
+    match name:
+        case "prompt" | "input" | "query" | "documents" | "text_1" | "text_2" if not value:
+            return f"{name} is empty"
+        case "documents" | "text_1" | "text_2" | "input" if len(values) > MAX_PROMPTS:
+            return f"{name}: {len(values)} texts exceed the limit of {MAX_PROMPTS}"
+        case "messages" if not value:
+            return "messages: at least one message is required"
+        case "tools" if len(values) > MAX_TOOLS:
+            return f"tools: {len(values)} tools exceed the limit of {MAX_TOOLS}"
+        case "stop" if len(values) > MAX_STOPS:
+            return f"stop: {len(values)} strings exceed the limit of {MAX_STOPS}"
+        case "stop" if "" in values:
+            return "stop: an empty string is not allowed"
+        case "stop_token_ids" | "logit_bias" if len(values) > MAX_ENTRIES:
+            return f"{name}: {len(values)} exceeds the limit of {MAX_ENTRIES}"
+    for id, part in values.items() if isinstance(values, dict) else enumerate(values):
+        if isinstance(id, str) and not (id.isascii() and id.isdecimal() and len(id) <= LONGEST_ID):
+            return f"logit_bias: {id[:LONGEST_VALUE]!r} is not a token id"
+        message = _outside(f"logit_bias of {id}" if isinstance(id, str) else name, part, _numbers().get(name))
+        if message is not None:
+            return message
+    return None
+
+
+def out_of_range(name: str, value: float, lowest: float, highest: float, *, above: bool = False) -> str:
+    """Returns the message for a number outside ``lowest`` to ``highest``; ``above``: ``lowest`` itself is outside."""
+    bounds = f"{'above' if above else 'at least'} {lowest} and at most {highest}"
+    return f"{name}: {str(value)[:LONGEST_VALUE]} is out of range; it must be {bounds}"
+
+
+def _outside(name: str, value: Any, number: IntType | FloatType | None) -> str | None:
+    """Returns the message for a value outside the bounds of a number; None if it is inside, or not a number."""
+    if number is None or number.le is None or not isinstance(value, int | float):
+        return None
+    lowest, above = (number.ge, False) if number.ge is not None else (number.gt, True)
+    if lowest is None or lowest < value <= number.le or (value == lowest and not above):
+        return None
+    if name == "seed":
+        return f"seed: {str(value)[:LONGEST_VALUE]} does not fit in 64 bits"
+    return out_of_range(name, value, lowest, number.le, above=above)
+
+
+@cache
+def _numbers() -> Mapping[str, IntType | FloatType]:
+    """Returns the number that each field takes, with its bounds; for a list or an object, the number in it."""
+    numbers = {}
+    for request in map(type_info, _kinds):
+        assert isinstance(request, StructType)
+        for field in request.fields:
+            for kind in field.type.types if isinstance(field.type, UnionType) else (field.type,):
+                part = kind.item_type if isinstance(kind, ListType) else kind
+                part = part.value_type if isinstance(part, DictType) else part
+                if isinstance(part, IntType | FloatType):
+                    numbers[field.name] = part
+    return numbers

@@ -54,6 +54,12 @@ class TextPart(msgspec.Struct):
     text: str | None = None  # of a part of this type always
 
 
+class DocumentText(msgspec.Struct):
+    """A document of Cohere's older and Jina's requests. Its other fields are ignored."""
+
+    text: str
+
+
 class FunctionCall(msgspec.Struct):
     """The function and arguments of a call; ``arguments`` is the text of a JSON object."""
 

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import ClassVar
 
-import msgspec
-
 from orchestrator.gateway.openai import body_reader
 from orchestrator.gateway.openai.errors import ApiError, invalid, renamed
 from orchestrator.gateway.openai.protocol import (
@@ -30,7 +28,7 @@ from orchestrator.gateway.responses.protocol import (
     ResponsesRequest,
 )
 
-_decoder = msgspec.json.Decoder(ResponsesRequest)
+_decoder = body_reader.decoder_of(ResponsesRequest, messages="input")
 REPLACEMENTS: Mapping[str, str] = MappingProxyType(  # fields of other APIs, and their replacement here
     {
         "messages": "input",

@@ -6,8 +6,6 @@ import copy
 import dataclasses
 import json
 import re
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -17,13 +15,10 @@ import pytest
 from openapi_spec_validator import validate
 
 from orchestrator.access.keys import Allowance, KeyFile, Scope
-from orchestrator.gateway.anthropic.chat_request import read_count_tokens, read_messages
-from orchestrator.gateway.encoding.protocol import ClassifyRequest, EmbeddingRequest, RerankRequest, ScoreRequest
-from orchestrator.gateway.openai import body_reader, errors, protocol
+from orchestrator.gateway.openai import errors, protocol
 from orchestrator.gateway.openai.errors import ApiError
 from orchestrator.gateway.openai.protocol import MAX_ENTRIES, MAX_PROMPTS, MAX_STOPS, MAX_TOOLS, MOST
 from orchestrator.gateway.openapi import REFUSED, openapi
-from orchestrator.gateway.responses.chat_request import read_responses
 from orchestrator.gateway.routes import ROUTES
 from orchestrator.process.home import Home
 from tests.fleet import until
@@ -35,26 +30,21 @@ HELLO = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "f"}}
 CHAT: dict[str, Any] = {"model": "m", "messages": HELLO}
 TEXT: dict[str, Any] = {"model": "m", "prompt": "x"}
-READERS: dict[str, tuple[Callable[[bytes], Any], dict[str, Any]]] = {
-    "ChatRequest": (body_reader.read_chat, CHAT),
-    "CompletionRequest": (body_reader.read_completion, TEXT),
-    "TokenizeTextRequest": (body_reader.read_tokenize, TEXT),
-    "TokenizeChatRequest": (body_reader.read_tokenize, CHAT),
-    "DetokenizeRequest": (body_reader.read_detokenize, {"model": "m", "tokens": [1]}),
-    "MessagesRequest": (read_messages, {**CHAT, "max_tokens": 9}),
-    "ResponsesRequest": (read_responses, {"model": "m", "input": "x"}),
-    "CountTokensRequest": (read_count_tokens, CHAT),
-    "EmbeddingRequest": (partial(body_reader.read_encoding, kind=EmbeddingRequest), {"model": "m", "input": "x"}),
-    "RerankRequest": (
-        partial(body_reader.read_encoding, kind=RerankRequest),
-        {"model": "m", "query": "x", "documents": ["y"]},
-    ),
-    "ScoreRequest": (
-        partial(body_reader.read_encoding, kind=ScoreRequest),
-        {"model": "m", "text_1": "x", "text_2": "y"},
-    ),
-    "ClassifyRequest": (partial(body_reader.read_encoding, kind=ClassifyRequest), {"model": "m", "input": "x"}),
+PLAIN: dict[str, dict[str, Any]] = {  # the least of a body
+    "ChatRequest": CHAT,
+    "CompletionRequest": TEXT,
+    "TokenizeTextRequest": TEXT,
+    "TokenizeChatRequest": CHAT,
+    "DetokenizeRequest": {"model": "m", "tokens": [1]},
+    "MessagesRequest": {**CHAT, "max_tokens": 9},
+    "ResponsesRequest": {"model": "m", "input": "x"},
+    "CountTokensRequest": CHAT,
+    "EmbeddingRequest": {"model": "m", "input": "x"},
+    "RerankRequest": {"model": "m", "query": "x", "documents": ["y"]},
+    "ScoreRequest": {"model": "m", "text_1": "x", "text_2": "y"},
+    "ClassifyRequest": {"model": "m", "input": "x"},
 }
+READERS = {kind.__name__: (route.reads, PLAIN[kind.__name__]) for route in ROUTES for kind in route.body}
 
 
 def schema_of(kind: str) -> dict[str, Any]:
