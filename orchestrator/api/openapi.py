@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from orchestrator.api.schemas import EmptyBody, Refusal
 from orchestrator.fleet.controller_settings import ADMIN_PATH
-from orchestrator.gateway.http.openapi_parts import components as schema_components
-from orchestrator.gateway.http.openapi_parts import json_content, json_response, operation_id
+from orchestrator.gateway.http.route import components as schema_components
+from orchestrator.gateway.http.route import json_content, json_response, operation_id
 from orchestrator.process.version import corewright_version
 
 if TYPE_CHECKING:

@@ -30,9 +30,8 @@ from orchestrator.console.page import CONSOLE_PATH, answer_file, is_file
 from orchestrator.console.playground import PLAYGROUND_PATH, Playground
 from orchestrator.fleet.controller_settings import ADMIN_PATH, BY_HEADER, ControllerSettings
 from orchestrator.gateway.http.connection import HttpConnection
-from orchestrator.gateway.http.exchange import Exchange, Request
+from orchestrator.gateway.http.exchange import Exchange, Request, checked
 from orchestrator.gateway.http.http_server import HttpServer
-from orchestrator.gateway.http.json_nesting import checked
 from orchestrator.gateway.openai.errors import ApiError
 from orchestrator.gateway.settings import GatewaySettings
 from orchestrator.process.failure import Failed

@@ -332,7 +332,7 @@ class Daemon:
         return addresses
 
     def _start_controller(self, token: str, admin_port: int) -> None:
-        from orchestrator.access.authority import fleet_credentials
+        from orchestrator.access.tls import fleet_credentials
         from orchestrator.on_ray import controller_actor
 
         text, file, base_dir = self.spec

@@ -265,7 +265,7 @@ class JoinedUp:
             self._report(f"settings of a running fleet stay as they are: {', '.join(differing)}")
 
     def _start_controller(self, fleet: str, cpus: tuple[int, ...], addresses: dict[str, Any]) -> None:
-        from orchestrator.access.authority import fleet_credentials
+        from orchestrator.access.tls import fleet_credentials
         from orchestrator.on_ray import controller_actor, gateway_applications
 
         gateway_applications.start_serve()  # from here, so that it runs in Ray's interpreter, which stays

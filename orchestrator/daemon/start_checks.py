@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from orchestrator.gateway.http.listener import bind
+from orchestrator.gateway.http.http_server import bind
 from orchestrator.process.failure import Failed
 from workers.host.host_facts import ROOT_VARIABLE
 

@@ -15,36 +15,32 @@ import msgspec
 import msgspec.structs
 
 from orchestrator.access.keys import KeyFile
-from orchestrator.gateway.admission.authenticator import PREFLIGHT, Authenticator
-from orchestrator.gateway.admission.key_limits import KeyLimits
-from orchestrator.gateway.admission.received_keys import ReceivedKeys
+from orchestrator.gateway.authenticator import PREFLIGHT, Authenticator
 from orchestrator.gateway.controller_client import ControllerAway, ControllerClient
 from orchestrator.gateway.encoding.encoding import Encoding
-from orchestrator.gateway.generation import Generation
+from orchestrator.gateway.generation import Generation, apply_to_prompt, with_defaults
 from orchestrator.gateway.http.exchange import JSON, Exchange
 from orchestrator.gateway.http.http_server import HttpServer
 from orchestrator.gateway.http.route import ANY_SCOPE, HttpRoutes
+from orchestrator.gateway.key_limits import KeyLimits
 from orchestrator.gateway.lmi import INVOCATIONS
 from orchestrator.gateway.model_cards import ModelCards, is_anthropics
 from orchestrator.gateway.openai import body_reader, errors
-from orchestrator.gateway.openai.answer_types import VersionAnswer
+from orchestrator.gateway.openai.answers import VersionAnswer
 from orchestrator.gateway.openai.errors import ApiError
 from orchestrator.gateway.openai.protocol import Chat, ChatRequest, TokenizeChatRequest
 from orchestrator.gateway.openapi import ANTHROPIC, GatewayRoute, openapi
-from orchestrator.gateway.received_files import ReceivedFiles
-from orchestrator.gateway.request_defaults import apply_to_prompt, with_defaults
-from orchestrator.gateway.request_log import RequestLog
+from orchestrator.gateway.received import ReceivedFiles, ReceivedKeys
+from orchestrator.gateway.request_log import LiveRequestLog, RequestLog
 from orchestrator.gateway.sagemaker import SageMaker
 from orchestrator.gateway.served_models import ServedModels
 from orchestrator.gateway.serving.model_queue import ModelQueue
 from orchestrator.gateway.serving.tokenizers import Tokenizers
 from orchestrator.gateway.settings import GatewaySettings
-from orchestrator.gateway.telemetry.exposition import wants_openmetrics
+from orchestrator.gateway.telemetry.exposition import Page, Scrapes, wants_openmetrics
 from orchestrator.gateway.telemetry.gateway_metrics import GatewayMetrics, ModelSnapshot, ReplicaSnapshot, Vitals
-from orchestrator.gateway.telemetry.live_requests import LiveRequestLog
 from orchestrator.gateway.telemetry.peers import Peers
 from orchestrator.gateway.telemetry.recorder import RequestRecorder
-from orchestrator.gateway.telemetry.scrapes import Page, Scrapes
 from orchestrator.process.awake_clock import AwakeClock
 from orchestrator.process.home import Home
 from orchestrator.process.version import corewright_version

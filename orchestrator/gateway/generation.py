@@ -8,27 +8,27 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from typing import TypeVar, cast
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
+import msgspec
 import msgspec.structs
 
 from orchestrator.fleet.route_table import ModelRoutes
-from orchestrator.gateway.admission.key_limits import KeyLimits
-from orchestrator.gateway.encoding.encoded_reply import EncodedReply
+from orchestrator.gateway.anthropic.requests import MessagesChat
 from orchestrator.gateway.http.exchange import Exchange
+from orchestrator.gateway.key_limits import KeyLimits
+from orchestrator.gateway.lmi import LmiCompletion
 from orchestrator.gateway.openai import errors
 from orchestrator.gateway.openai.answers import AnswerWriter, Choice, ForwardedAnswer
 from orchestrator.gateway.openai.errors import ApiError
-from orchestrator.gateway.openai.protocol import ChatRequest, CompletionRequest, ForwardedFields
-from orchestrator.gateway.openai.reply import Note, Reply
+from orchestrator.gateway.openai.protocol import Chat, ChatMessage, ChatRequest, CompletionRequest, ForwardedFields
+from orchestrator.gateway.openai.reply import ClientReply, Note, Reply
 from orchestrator.gateway.openai.request_builder import Prompts, prompts_of, requests_for
-from orchestrator.gateway.request_defaults import apply_to, default_tokens
 from orchestrator.gateway.serving.model_queue import ModelQueue
-from orchestrator.gateway.serving.scheduling_parameters import read_scheduling_parameters
 from orchestrator.gateway.serving.ticket import BYTES_OF_TOKEN as BYTES_OF_FORWARDED
-from orchestrator.gateway.serving.tokenizer_threads import TokenizerThreads
-from orchestrator.gateway.serving.tokenizers import Tokenizers
+from orchestrator.gateway.serving.ticket import read_scheduling_parameters
+from orchestrator.gateway.serving.tokenizers import Tokenizers, TokenizerThreads
 from orchestrator.gateway.settings import GatewaySettings
 from orchestrator.gateway.telemetry.gateway_metrics import GatewayMetrics
 from orchestrator.gateway.telemetry.request_spans import RequestTracing
@@ -89,7 +89,7 @@ class Generation:
         expected = 0 if not exchange.route.streams else (body.n or 1) * (most or int(queue.mean_answer))
         self.take(exchange, prompt + expected, prompt if most is None else None)
         answer, note = ForwardedAnswer(prompt), Note(queue.label(body.model), bool(body.stream), prompt_tokens=prompt)
-        reply = Reply(exchange, answer, note, self._metrics, False, self._settings.keep_alive_s)
+        reply = Reply(exchange, note, self._metrics, self._renew, answer, False, self._settings.keep_alive_s)
         self.trace(exchange, queue)
         request = GenerateRequest(
             id=next(self.request_ids),
@@ -195,7 +195,9 @@ class Generation:
         label = queue.label(body.model)
         note = Note(label, bool(body.stream), prompt_tokens=answer.prompt_tokens, guided_by=body.guided_by)
         settings = self._settings
-        reply = Reply(exchange, answer, note, self._metrics, usage, settings.keep_alive_s, settings.log_prompts)
+        reply = Reply(
+            exchange, note, self._metrics, self._renew, answer, usage, settings.keep_alive_s, settings.log_prompts
+        )
         self.trace(exchange, queue)
         trace = exchange.trace
         try:
@@ -242,10 +244,10 @@ class Generation:
 
     async def _renew_all(self, queue: ModelQueue) -> None:
         """Renders and tokenizes again the waiting requests that were read for earlier routes."""
-        while replies := dict.fromkeys(cast(Reply | EncodedReply, ticket.sink) for ticket in queue.outdated()):
+        while replies := dict.fromkeys(cast(ClientReply, ticket.sink) for ticket in queue.outdated()):
             for reply in replies:
                 try:
-                    await self._renew(queue, reply)
+                    await reply.read_again(queue, reply)
                 except ApiError as error:
                     reply.fail(error)
                 except Exception:  # one reply must not keep the others waiting
@@ -253,11 +255,8 @@ class Generation:
                     reply.fail(errors.internal_error())
         queue.pump()
 
-    async def _renew(self, queue: ModelQueue, reply: Reply | EncodedReply) -> None:
+    async def _renew(self, queue: ModelQueue, reply: Reply) -> None:
         """Renews the requests of one reply. Raises ApiError."""
-        if isinstance(reply, EncodedReply):
-            await reply.read_again()
-            return
         if queue.routes.kind != "generate":
             raise errors.other_kind(queue.name, queue.routes.kind, reply.exchange.request.path)
         if queue.routes.forwards or any(ticket.request.forwarded is not None for ticket in reply.tickets):
@@ -269,3 +268,71 @@ class Generation:
         if not reply.exchange.ended:
             ids = (ticket.id for ticket in reply.tickets)
             reply.renew(prompts, self._requests(queue, body, prompts[0], ids))
+
+
+Defaults = Mapping[str, Any]
+SYSTEM, MAX_TOKENS = "system", "max_tokens"
+_OF_THE_PROMPT = frozenset({SYSTEM, "chat_template_kwargs"})
+_SYSTEM_ROLES = frozenset({"system", "developer"})
+
+
+def apply_to_prompt(body: Chat, defaults: Defaults) -> None:
+    """Sets the fields of a chat's prompt that it does not have. A chat with a system message keeps it as it is."""
+    if _adds_system(body.messages, defaults):
+        body.messages = [ChatMessage("system", defaults[SYSTEM]), *body.messages]
+    if body.chat_template_kwargs is None:
+        body.chat_template_kwargs = defaults.get("chat_template_kwargs")
+
+
+def apply_to(body: ChatRequest | CompletionRequest, defaults: Defaults) -> None:
+    """Sets the fields that the request does not have, except the most tokens of its answer."""
+    if not defaults:
+        return
+    if isinstance(body, ChatRequest):
+        apply_to_prompt(body, defaults)
+    for field, value in defaults.items():
+        if field not in _OF_THE_PROMPT and field != MAX_TOKENS and getattr(body, field) is None:
+            setattr(body, field, value)
+    if isinstance(body, LmiCompletion) and body.leaves_temperature:
+        body.temperature = defaults.get("temperature", body.temperature)
+
+
+def default_tokens(body: ChatRequest | CompletionRequest, defaults: Defaults) -> int | None:
+    """Returns the most tokens of an answer whose request has no `max_tokens`, as far as the model has room for them;
+    None for no other limit. Messages always have their own."""
+    own = body.default_tokens
+    return own if isinstance(body, MessagesChat) else defaults.get(MAX_TOKENS, own)
+
+
+def with_defaults(body: bytes, defaults: Defaults) -> bytes:
+    """Returns the body of a chat that is forwarded, with the fields that it does not have."""
+    if not defaults:
+        return body
+    fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    chat = msgspec.json.decode(body, type=_Forwarded)
+    if _adds_system(chat.messages, defaults):
+        system = {"role": "system", "content": defaults[SYSTEM]}
+        messages = msgspec.json.decode(fields["messages"], type=list[msgspec.Raw])
+        fields["messages"] = msgspec.Raw(msgspec.json.encode([system, *messages]))
+    for field, value in defaults.items():
+        sent = ("max_tokens", "max_completion_tokens") if field == MAX_TOKENS else (field,)
+        if field != SYSTEM and all(bytes(fields.get(name, _NULL)) == _NULL for name in sent):
+            fields[field] = msgspec.Raw(msgspec.json.encode(value))
+    return msgspec.json.encode(fields)
+
+
+_NULL = b"null"
+
+
+class _Sent(msgspec.Struct):
+    role: str
+
+
+def _adds_system(messages: Sequence[ChatMessage | _Sent], defaults: Defaults) -> bool:
+    return SYSTEM in defaults and not any(message.role in _SYSTEM_ROLES for message in messages)
+
+
+class _Forwarded(msgspec.Struct):
+    """The fields of a forwarded chat that are read here."""
+
+    messages: list[_Sent]

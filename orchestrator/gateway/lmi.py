@@ -13,8 +13,7 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 from msgspec import Meta
 
-from orchestrator.gateway.http.exchange import JSON, Exchange
-from orchestrator.gateway.http.json_nesting import checked
+from orchestrator.gateway.http.exchange import JSON, Exchange, checked
 from orchestrator.gateway.openai import body_reader
 from orchestrator.gateway.openai.answers import EVENTS, LARGE_BYTES, Choice
 from orchestrator.gateway.openai.errors import ApiError, invalid, renamed

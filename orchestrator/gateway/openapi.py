@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from orchestrator.gateway.anthropic.answer_types import MessageError
-from orchestrator.gateway.anthropic.errors import error_body as anthropic_error
-from orchestrator.gateway.http.openapi_parts import Schema, components, json_content, json_response, operation_id
-from orchestrator.gateway.http.route import HttpRoute
-from orchestrator.gateway.openai.answer_types import ErrorAnswer
+from orchestrator.gateway.anthropic.answers import MessageError
+from orchestrator.gateway.anthropic.answers import error_body as anthropic_error
+from orchestrator.gateway.http.route import HttpRoute, Schema, components, json_content, json_response, operation_id
+from orchestrator.gateway.openai.answers import ErrorAnswer
 from orchestrator.gateway.openai.errors import ApiError
-from orchestrator.gateway.serving.scheduling_parameters import FLAGS, LONGEST_DEADLINE_MS, LONGEST_SESSION
+from orchestrator.gateway.serving.ticket import FLAGS, LONGEST_DEADLINE_MS, LONGEST_SESSION
 from orchestrator.process.version import corewright_version
 
 

@@ -17,8 +17,7 @@ import msgspec
 
 from orchestrator.fleet.hosting import Hosting
 from orchestrator.gateway.controller_client import ControllerAway, ControllerClient, ControllerFailed
-from orchestrator.gateway.http.exchange import JSON, Exchange
-from orchestrator.gateway.http.json_nesting import checked
+from orchestrator.gateway.http.exchange import JSON, Exchange, checked
 from orchestrator.gateway.lmi import INVOCATIONS, LINES, content_types, joined_lines
 from orchestrator.gateway.openai import errors
 from orchestrator.gateway.openai.errors import ApiError

@@ -15,7 +15,7 @@ from orchestrator.fleet.replica_states import ModelState
 from orchestrator.fleet.route_table import ModelRoutes, RouteTable
 from orchestrator.gateway.controller_client import ControllerAway, ControllerClient
 from orchestrator.gateway.openai import errors
-from orchestrator.gateway.received_files import ReceivedFiles
+from orchestrator.gateway.received import ReceivedFiles
 from orchestrator.gateway.serving.model_queue import ModelQueue
 from orchestrator.gateway.serving.tokenizers import Tokenizers
 from orchestrator.scaling.demand_report import DemandReport

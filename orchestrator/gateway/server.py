@@ -19,7 +19,7 @@ from orchestrator.access.tls import CertificateFiles
 from orchestrator.gateway.app import Gateway
 from orchestrator.gateway.controller_client import ControllerClient
 from orchestrator.gateway.http.connection import HttpConnection
-from orchestrator.gateway.http.listener import bind
+from orchestrator.gateway.http.http_server import bind
 from orchestrator.gateway.openapi import GatewayRoute
 from orchestrator.gateway.routes import CONTAINER_ROUTES, OWN_ROUTES
 from orchestrator.gateway.settings import DRAIN_S, GatewaySettings

@@ -15,8 +15,7 @@ import msgspec.structs
 import ray
 from ray.util.metrics import Gauge
 
-from orchestrator.access.key_feed import KeyFeed
-from orchestrator.access.keys import KeyFile
+from orchestrator.access.keys import KeyFeed, KeyFile
 from orchestrator.api.hosted_models import HostedModels
 from orchestrator.api.refused import OperationRefused
 from orchestrator.api.server import AdminApi, serve_admin

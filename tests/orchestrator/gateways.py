@@ -13,8 +13,7 @@ from typing import Any
 import httpx
 import msgspec.structs
 
-from orchestrator.access.key_feed import KeyFeed
-from orchestrator.access.keys import KeyFile
+from orchestrator.access.keys import KeyFeed, KeyFile
 from orchestrator.control.live_requests import LiveRequests
 from orchestrator.fleet.hosting import Hosting
 from orchestrator.fleet.key_usage import KeyUsageExchange

@@ -1,21 +1,107 @@
-"""Writes the answers of the Messages API, complete or as server-sent events."""
+"""The answers and errors of Anthropic's Messages API: their types, and the writers, complete or as server-sent events.
+
+The gateway writes answers by hand; a test reads them as these types.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
-from orchestrator.gateway.anthropic.chat_request import MessagesChat
-from orchestrator.gateway.anthropic.errors import error_body
+from orchestrator.gateway.anthropic.requests import MessagesChat
 from orchestrator.gateway.http.exchange import JSON, Exchange
-from orchestrator.gateway.openai.answer_parts import Text, events_of, whole_parts
-from orchestrator.gateway.openai.answers import EVENTS, LARGE_BYTES, Choice
+from orchestrator.gateway.openai.answers import EVENTS, LARGE_BYTES, Choice, Text, events_of, whole_parts
+from orchestrator.gateway.openai.call_text import completed_object
 from orchestrator.gateway.openai.errors import ApiError
-from orchestrator.gateway.openai.toolcalls.events import CallArguments, CallBegin, Content, Event
-from orchestrator.gateway.openai.toolcalls.json_scanner import completed_object
+from orchestrator.gateway.openai.tool_parsers import CallArguments, CallBegin, Content, Event
 from workers.messages.requests import FinishReason, TokenEvent
+
+_TYPES: Mapping[int, str] = MappingProxyType(
+    {
+        401: "authentication_error",
+        403: "permission_error",
+        404: "not_found_error",
+        413: "request_too_large",
+        429: "rate_limit_error",
+        500: "api_error",
+        503: "overloaded_error",
+        504: "timeout_error",
+    }
+)
+
+
+def error_body(error: ApiError, request_id: str) -> dict[str, Any]:
+    """Returns the JSON value of an error; its type depends on the status alone."""
+    described = {"type": _TYPES.get(error.status, "invalid_request_error"), "message": error.message}
+    return {"type": "error", "error": described, "request_id": request_id}
+
+
+class AnsweredText(msgspec.Struct, tag_field="type", tag="text"):
+    text: str
+
+
+class AnsweredToolUse(msgspec.Struct, tag_field="type", tag="tool_use"):
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class MessageUsage(msgspec.Struct):
+    input_tokens: int
+    output_tokens: int
+
+
+class Message(msgspec.Struct):
+    """``stop_sequence`` is the one that has ended the answer, if one has."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[AnsweredText | AnsweredToolUse]
+    stop_reason: Literal["end_turn", "max_tokens", "model_context_window_exceeded", "stop_sequence", "tool_use"]
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class TokenCount(msgspec.Struct):
+    input_tokens: int
+
+
+class ModelInfo(msgspec.Struct):
+    """A model in the list of models, if the request has the header `anthropic-version`."""
+
+    type: Literal["model"]
+    id: str
+    display_name: str
+    created_at: str  # RFC 3339
+    lifecycle: Literal["active"]
+    max_input_tokens: int
+    max_tokens: int
+
+
+class ModelPage(msgspec.Struct):
+    data: list[ModelInfo]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class MessageErrorDetails(msgspec.Struct):
+    type: str
+    message: str
+
+
+class MessageError(msgspec.Struct):
+    """Every answer of the Messages API with a status of 400 or above."""
+
+    type: Literal["error"]
+    error: MessageErrorDetails
+    request_id: str
+
 
 _encode = msgspec.json.encode
 

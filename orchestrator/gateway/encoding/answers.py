@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from orchestrator.gateway.encoding.protocol import (
+from orchestrator.gateway.encoding.requests import (
     ClassifyRequest,
     EmbeddingRequest,
     EncodingBody,

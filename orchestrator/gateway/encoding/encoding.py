@@ -1,32 +1,131 @@
-"""Starts the requests that are encoded: tokenizes their inputs and puts them into the queue of their model."""
+"""The requests that are encoded, from their tokenization to the reply."""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 
 import msgspec
 
 from orchestrator.fleet.route_table import ModelRoutes
-from orchestrator.gateway.encoding.answers import AnswerHead, id_prefix, too_many_dimensions
-from orchestrator.gateway.encoding.encoded_reply import EncodedReply
-from orchestrator.gateway.encoding.inputs import encode_inputs
-from orchestrator.gateway.encoding.protocol import KINDS_OF, EncodingBody
+from orchestrator.gateway.encoding.answers import AnswerHead, Encoded, id_prefix, too_many_dimensions, written
+from orchestrator.gateway.encoding.requests import KINDS_OF, EncodingBody, encode_inputs
 from orchestrator.gateway.generation import INLINE_BYTES, Generation
 from orchestrator.gateway.http.exchange import Exchange
 from orchestrator.gateway.openai import errors
-from orchestrator.gateway.openai.reply import Note
+from orchestrator.gateway.openai.answers import LARGE_BYTES
+from orchestrator.gateway.openai.errors import ApiError
+from orchestrator.gateway.openai.reply import REFUSED, ClientReply, Note, decision_headers, failure_of
 from orchestrator.gateway.openai.request_builder import RequestLimits
 from orchestrator.gateway.serving.model_queue import ModelQueue
-from orchestrator.gateway.serving.scheduling_parameters import read_scheduling_parameters
+from orchestrator.gateway.serving.ticket import Ticket, read_scheduling_parameters
 from orchestrator.gateway.serving.tokenizers import Tokenizers
 from orchestrator.gateway.settings import GatewaySettings
 from orchestrator.gateway.telemetry.gateway_metrics import GatewayMetrics
 from workers.messages.encoder_protocol import EncodeInput
 from workers.messages.requests import GenerateRequest
 from workers.text.tokenizer import ByteTokenizer, PromptTokenizer
+
+SLICE_S = 0.002  # of the event loop: a large answer is written in many of them, so that no other request waits long
+
+
+class EncodedReply(ClientReply, eq=False):
+    """The ``Sink`` of the one ticket of a request: all its vectors are of one replica."""
+
+    body: EncodingBody
+    head: AnswerHead
+    ticket: Ticket | None = None  # None once it is over
+    _parts: list[bytes] = msgspec.field(default_factory=list)  # of the answer
+
+    @property
+    def tickets(self) -> list[Ticket]:
+        return [] if self.ticket is None else [self.ticket]
+
+    def abort(self) -> None:
+        if self.ticket is not None:
+            self.ticket.leave()
+            self._end(self.ticket, time.monotonic(), "abort")
+
+    # Sink
+
+    def on_wait(self) -> None:
+        """Nothing is sent before the answer."""
+
+    def on_events(self, ticket: Ticket, now: float) -> None:
+        last = ticket.stream.events[-1]
+        if last.finish is None:
+            return  # a part; the others follow
+        if last.finish in REFUSED:
+            self._end(ticket, now, "error")
+            self.fail(failure_of(last, self._note.model))
+            return
+        stream, inputs = ticket.stream, ticket.request.inputs
+        welcome = None if stream.link is None else stream.link.welcome
+        if welcome is None:
+            self.fail(errors.replica_lost(self._note.model))
+            return
+        parts = [event.part.data for event in stream.take() if event.part is not None]
+        encoded = Encoded(parts, len(inputs), welcome.width, welcome.labels, ticket.tokens)
+        headers = self._headers(ticket, now)
+        self._answered(ticket, now)
+        try:
+            pieces = written(self.body, self.head, encoded)
+        except ApiError as error:
+            self.exchange.fail(error)
+            return
+        self._write(pieces, headers)
+
+    def on_failure(self, ticket: Ticket, error: ApiError) -> None:
+        self._end(ticket, time.monotonic(), "error")
+        self.exchange.fail(error)
+
+    # Inside
+
+    def _write(self, pieces: Iterator[bytes], headers: list[tuple[bytes, bytes]]) -> None:
+        """Makes pieces of the answer for SLICE_S, then continues in the next turn of the event loop."""
+        until = time.monotonic() + SLICE_S
+        for piece in pieces:
+            self._parts.append(piece)
+            if time.monotonic() > until:
+                if not self.exchange.ended:  # the client is still there
+                    asyncio.get_running_loop().call_soon(self._write, pieces, headers)
+                return
+        parts, self._parts = self._parts, []
+        small = sum(map(len, parts)) <= LARGE_BYTES
+        self.exchange.respond(200, b"".join(parts) if small else parts, headers=headers)
+
+    def _headers(self, ticket: Ticket, now: float) -> list[tuple[bytes, bytes]]:
+        stream = ticket.stream
+        assert stream.link is not None
+        version = stream.link.route.version.encode()
+        return [(b"x-corewright-model-version", version), *decision_headers(self.exchange, self._note, ticket, now)]
+
+    def _answered(self, ticket: Ticket, now: float) -> None:
+        """Counts a request that was answered."""
+        stream, received_at = ticket.stream, self.exchange.request.received_at
+        if ticket.trace is not None:
+            ticket.trace.first_token()
+        ticket.began(now)
+        assert stream.link is not None
+        metrics = self._metrics.model(self._note.model, stream.link.replica)
+        waited_s, held_s = stream.sent_at - ticket.arrived_at, now - stream.sent_at
+        metrics.encoded(len(ticket.request.inputs), now - received_at, waited_s, held_s)
+        self._end(ticket, now, "stop")
+
+    def _end(self, ticket: Ticket, now: float, reason: str) -> None:
+        """Counts the end of the request, once."""
+        if self.ticket is None:
+            return
+        self.ticket = None
+        self._note.reason = reason
+        link = ticket.stream.link
+        if reason == "abort" and link is not None and self.exchange.grant is not None:
+            self.exchange.grant.least = ticket.tokens
+        metrics = self._metrics.model(self._note.model, None if link is None else link.replica)
+        metrics.ended(reason, ticket.tokens, 0, now - self.exchange.request.received_at, 0.0)
 
 
 class Encoding:
@@ -87,16 +186,12 @@ class Encoding:
         self._generation.take(exchange, tokens, None)
         note = Note(queue.label(body.model), stream=False, prompt_tokens=tokens)
         head = AnswerHead(id_prefix(body) + next(self._answer_ids), int(time.time()), body.model)
-
-        async def read_again() -> None:
-            await self._renew(reply, queue)
-
-        reply = EncodedReply(exchange, body, head, note, self._metrics, read_again)
+        reply = EncodedReply(exchange, note, self._metrics, self._renew, body, head)
         self._generation.trace(exchange, queue)
         request = GenerateRequest(id=next(self._generation.request_ids), prompt_ids=[], max_tokens=1, inputs=inputs)
         reply.ticket = queue.submit(request, reply, exchange.trace, terms, exchange.id)
 
-    async def _renew(self, reply: EncodedReply, queue: ModelQueue) -> None:
+    async def _renew(self, queue: ModelQueue, reply: EncodedReply) -> None:
         """Tokenizes a waiting request again. Raises ApiError."""
         inputs = await self._inputs(reply.exchange, reply.body, queue)
         if (ticket := reply.ticket) is not None and ticket.stream.link is None:

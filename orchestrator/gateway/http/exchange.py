@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import http
+from array import array
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +15,10 @@ from orchestrator.gateway.openai.errors import ApiError
 
 if TYPE_CHECKING:
     from orchestrator.access.keys import ApiKey
-    from orchestrator.gateway.admission.key_limits import Grant
     from orchestrator.gateway.http.connection import HttpConnection
+    from orchestrator.gateway.key_limits import Grant
     from orchestrator.gateway.telemetry.request_spans import TraceHandle
+
 
 Headers = Sequence[tuple[bytes, bytes]]
 JSON = b"application/json"
@@ -144,3 +147,24 @@ class Exchange(msgspec.Struct, eq=False):
         self.ended = True
         self.on_gone = None
         self.connection.finished(self)
+
+
+MAX_DEPTH = 100  # lists and objects inside each other; a JSON schema may have 32 levels of schemas
+MAX_CONTAINERS = 2**17  # lists and objects together: counting their nesting takes 5 ms
+
+_STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")  # as signed bytes: 1 and -1
+_OTHERS = bytes(set(range(256)) - set(b'[{]}"'))
+
+
+def checked(data: bytes) -> bytes:
+    """Returns ``data``, which need not be JSON. Raises msgspec.DecodeError for JSON over a limit."""
+    if data.count(b"[") + data.count(b"{") <= MAX_DEPTH:
+        return data
+    without_escapes = data.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in data else data
+    brackets_and_quotes = without_escapes.translate(_STEPS, _OTHERS).replace(b'""', b"")  # two enclose no bracket
+    steps = b"".join(brackets_and_quotes.split(b'"')[::2])  # every second part is a text
+    if steps.count(1) > MAX_CONTAINERS:
+        raise msgspec.DecodeError(f"more than {MAX_CONTAINERS} lists and objects")
+    if max(accumulate(array("b", steps)), default=0) > MAX_DEPTH:
+        raise msgspec.DecodeError(f"lists and objects in more than {MAX_DEPTH} levels")
+    return data

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import email.utils
 import itertools
+import socket
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -15,6 +16,7 @@ from orchestrator.gateway.openai.errors import ApiError
 if TYPE_CHECKING:
     from orchestrator.gateway.http.connection import HttpConnection
     from orchestrator.gateway.settings import GatewaySettings
+
 
 Handler = Callable[[Exchange], Awaitable[None] | None]
 
@@ -87,3 +89,19 @@ class HttpServer:
     def abort(self) -> None:
         for connection in list(self.connections):
             connection.abort()
+
+
+def bind(host: str, port: int, *, shared: bool) -> socket.socket:
+    """Returns a bound socket that does not listen yet. ``shared`` lets several gateways of the fleet use the port.
+    Raises OSError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        listener.bind((host, port))
+    except OSError:
+        listener.close()
+        raise
+    return listener

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 from urllib.parse import unquote
 
+import msgspec
+
 ANY_SCOPE = "any"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class HttpRoute:
     """One method of one path."""
 
     method: str
     path: str  # "{name}" is a parameter: one segment, percent-encoded
-    takes_rest: bool = False  # the last parameter is the rest of the path, slashes included
     summary: str
-    listed: bool = True  # in the OpenAPI document
     handler: Any  # what the server of the table calls
+    _: KW_ONLY
+    takes_rest: bool = False  # the last parameter is the rest of the path, slashes included
+    listed: bool = True  # in the OpenAPI document
     body: tuple[type, ...] = ()  # the types that the JSON of a request may have
     query: type | None = None  # the type of the path's parameters and the query
     answer: type | None = dict  # the type of the JSON; dict: any object, object: any JSON, None: text
@@ -77,3 +80,26 @@ def _pattern(route: HttpRoute) -> re.Pattern[str]:
         for place, text in enumerate(texts)
     ]
     return re.compile("".join(parts))
+
+
+Schema = dict[str, Any]
+
+
+def components(kinds: Sequence[Any]) -> tuple[dict[type, Schema], dict[str, Schema]]:
+    """Returns a reference to each type, and the schemas of these types and all nested ones, by name."""
+    references, schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
+    return dict(zip(kinds, references, strict=True)), schemas
+
+
+def operation_id(method: str, path: str) -> str:
+    """Returns an operation id such as `postRolloutUndo`."""
+    words = re.findall(r"[a-z]+[0-9]*", path)
+    return "".join([method.lower(), *(word.capitalize() for word in words)])
+
+
+def json_content(schema: Schema) -> dict[str, Any]:
+    return {"application/json": {"schema": schema}}
+
+
+def json_response(description: str, schema: Schema) -> dict[str, Any]:
+    return {"description": description, "content": json_content(schema)}

@@ -1,20 +1,195 @@
-"""Writes OpenAI's answers, complete or as server-sent events."""
+"""The answers in the shapes of OpenAI, vLLM and Cohere: their types, and the writers of OpenAI's.
+
+The gateway writes answers by hand, complete or as server-sent events; a test reads them as these types.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, Protocol
 
 import msgspec
 import msgspec.structs
+from msgspec import UNSET, UnsetType
 
 from orchestrator.gateway.http.exchange import JSON, Exchange
 from orchestrator.gateway.openai.errors import ApiError
-from orchestrator.gateway.openai.protocol import ChatRequest, CompletionRequest
-from orchestrator.gateway.openai.toolcalls import writing as toolcalls
-from orchestrator.gateway.openai.toolcalls.events import ToolParser
+from orchestrator.gateway.openai.protocol import ChatRequest, CompletionRequest, DocumentText
+from orchestrator.gateway.openai.tool_parsers import CallArguments, CallBegin, Content, Event, ToolParser
 from workers.messages.requests import FinishReason, TokenEvent, TokenLogprobs
+
+
+class CalledFunction(msgspec.Struct):
+    """``arguments`` is the text of a JSON object."""
+
+    name: str
+    arguments: str
+
+
+class AnsweredCall(msgspec.Struct):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class AnswerMessage(msgspec.Struct):
+    """``content`` is null if the answer is only calls."""
+
+    role: Literal["assistant"]
+    content: str | None
+    tool_calls: list[AnsweredCall] | UnsetType = UNSET
+
+
+class ChatChoice(msgspec.Struct):
+    index: int
+    message: AnswerMessage
+    logprobs: dict[str, Any] | None
+    finish_reason: Literal["stop", "length", "tool_calls"]
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class TextChoice(msgspec.Struct):
+    index: int
+    text: str
+    logprobs: dict[str, Any] | None
+    finish_reason: Literal["stop", "length"]
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class ChatCompletion(msgspec.Struct):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class TextCompletion(msgspec.Struct):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[TextChoice]
+    usage: Usage
+
+
+class EncodedUsage(msgspec.Struct):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embedding(msgspec.Struct):
+    """``embedding`` is the numbers, or base64 of them as float32 in little endian."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingList(msgspec.Struct):
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: EncodedUsage
+
+
+class RankedDocument(msgspec.Struct):
+    """``index`` is the document's place in the request."""
+
+    index: int
+    relevance_score: float
+    document: DocumentText | UnsetType = UNSET
+
+
+class Ranking(msgspec.Struct):
+    """``results`` are sorted by score, highest first."""
+
+    id: str
+    model: str
+    usage: EncodedUsage
+    results: list[RankedDocument]
+
+
+class Score(msgspec.Struct):
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class ScoreList(msgspec.Struct):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Score]
+    usage: EncodedUsage
+
+
+class Classification(msgspec.Struct):
+    """``label`` is the most probable one, null if the checkpoint names none; ``probs`` are in the labels' order."""
+
+    index: int
+    label: str | None
+    probs: list[float]
+    num_classes: int
+
+
+class ClassificationList(msgspec.Struct):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Classification]
+    usage: EncodedUsage
+
+
+class ModelCard(msgspec.Struct):
+    """``root`` is the model's name in the spec; ``parent`` is the same for an alias, else null."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    parent: str | None
+    max_model_len: int
+    kind: str
+
+
+class ModelList(msgspec.Struct):
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class VersionAnswer(msgspec.Struct):
+    version: str
+
+
+class ErrorDetails(msgspec.Struct):
+    """``code`` is listed in docs/errors.md; null for a wrong value of the field ``param``."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(msgspec.Struct):
+    """Every answer with a status of 400 or above, except those of the probes."""
+
+    error: ErrorDetails
+
 
 _encode = msgspec.json.encode
 EVENTS = b"text/event-stream; charset=utf-8"
@@ -169,7 +344,7 @@ class Answer(msgspec.Struct, eq=False):
             finish = _finish(events[-1])
             message: dict[str, Any] = {"role": "assistant", "content": text}
             if choice.parser is not None:
-                message = toolcalls.message([*choice.parser.push(text), *choice.parser.flush()])
+                message = message_of([*choice.parser.push(text), *choice.parser.flush()])
                 finish = choice.parser.finish_reason(finish)
             content = {"message": message} if self.chat else {"text": text}
             tail: dict[str, Any] = {"finish_reason": finish}
@@ -242,7 +417,7 @@ class Answer(msgspec.Struct, eq=False):
         read = parser.push(event.text) if event.text else []
         if event.finish is not None:
             read = [*read, *parser.flush()]
-        delta = toolcalls.delta(read)
+        delta = delta_of(read)
         if delta or event.logprobs or (self.with_ids and event.token_ids):
             yield self._chunk(choice, delta, None, event)
         if event.finish is not None:
@@ -350,3 +525,93 @@ def sse(value: Any) -> bytes:
 
 def _finish(event: TokenEvent) -> str:
     return "length" if event.finish is FinishReason.LENGTH else "stop"
+
+
+def message_of(events: Sequence[Event]) -> dict[str, Any]:
+    """Returns the message for all events of an answer; without calls, the same as without a parser."""
+    content = "".join(event.text for event in events if isinstance(event, Content))
+    calls: list[dict[str, Any]] = []
+    for event in events:
+        if isinstance(event, CallBegin):
+            calls.append({"id": event.id, "type": "function", "function": {"name": event.name, "arguments": ""}})
+        elif isinstance(event, CallArguments):
+            calls[-1]["function"]["arguments"] += event.text
+    if not calls:
+        return {"role": "assistant", "content": content}
+    return {"role": "assistant", "content": content or None, "tool_calls": calls}
+
+
+def delta_of(events: Sequence[Event]) -> dict[str, Any]:
+    """Returns the delta for the events of one piece of text; empty without events."""
+    fields: dict[str, Any] = {}
+    content = "".join(event.text for event in events if isinstance(event, Content))
+    if content:
+        fields["content"] = content
+    calls: list[dict[str, Any]] = []
+    for event in events:
+        if isinstance(event, CallBegin):
+            function = {"name": event.name, "arguments": ""}
+            calls.append({"index": event.index, "id": event.id, "type": "function", "function": function})
+        elif isinstance(event, CallArguments):
+            if not calls or calls[-1]["index"] != event.index:
+                calls.append({"index": event.index, "function": {"arguments": ""}})
+            calls[-1]["function"]["arguments"] += event.text
+    if calls:
+        fields["tool_calls"] = calls
+    return fields
+
+
+@dataclass
+class Text:
+    """Text between calls; its pieces are not joined yet."""
+
+    pieces: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+
+@dataclass
+class Call:
+    """A call of a tool; ``pieces`` are those of the JSON text of its arguments."""
+
+    id: str
+    name: str
+    pieces: list[str] = field(default_factory=list)
+
+    @property
+    def arguments(self) -> str:
+        return "".join(self.pieces)
+
+
+Part = Text | Call
+
+
+def events_of(choice: Choice, event: TokenEvent) -> list[Event]:
+    """Returns what an event adds to the answer; after one with a finish there is nothing to come."""
+    parser = choice.parser
+    if parser is None:
+        return [Content(event.text)] if event.text else []
+    read = parser.push(event.text) if event.text else []
+    return read if event.finish is None else [*read, *parser.flush()]
+
+
+def whole_parts(choice: Choice, events: Sequence[TokenEvent]) -> list[Part]:
+    """Returns the parts of a complete answer."""
+    text = "".join([event.text for event in events])
+    return joined_parts(events_of(choice, TokenEvent(id="", text=text, finish=events[-1].finish)))
+
+
+def joined_parts(events: Iterable[Event]) -> list[Part]:
+    parts: list[Part] = []
+    for event in events:
+        last = parts[-1] if parts else None
+        if isinstance(event, CallBegin):
+            parts.append(Call(event.id, event.name))
+        elif isinstance(event, Content) and not isinstance(last, Text):
+            parts.append(Text([event.text]))
+        else:
+            assert last is not None
+            last.pieces.append(event.text)
+    return parts

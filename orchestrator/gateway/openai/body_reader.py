@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec.inspect import DictType, FloatType, IntType, ListType, StructType, UnionType, type_info
 
-from orchestrator.gateway.http.json_nesting import checked
+from orchestrator.gateway.http.exchange import checked
 from orchestrator.gateway.openai.errors import ApiError, invalid
 from orchestrator.gateway.openai.protocol import (
     LONGEST_ID,

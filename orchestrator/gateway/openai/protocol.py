@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from orchestrator.access.keys import MOST_PRIORITY
-from orchestrator.gateway.http.json_nesting import checked
+from orchestrator.gateway.http.exchange import checked
 from orchestrator.gateway.openai.errors import invalid
 from orchestrator.gateway.openai.schemas import schema_text
 

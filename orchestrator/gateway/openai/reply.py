@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -19,6 +19,7 @@ from workers.messages.requests import GUIDE, FinishReason, GenerateRequest, Toke
 
 if TYPE_CHECKING:
     from orchestrator.gateway.openai.request_builder import Prompts
+    from orchestrator.gateway.serving.model_queue import ModelQueue
     from orchestrator.gateway.telemetry.gateway_metrics import GatewayMetrics, ModelMetrics
 
 REFUSED = (FinishReason.INVALID, FinishReason.ERROR, FinishReason.UNSERVED)
@@ -42,16 +43,40 @@ class Note(msgspec.Struct, eq=False):
     guided_by: str | None = None  # the field with the answer's JSON schema
 
 
-class Reply(msgspec.Struct, eq=False):
+class ClientReply(msgspec.Struct, eq=False):
+    """The ``Sink`` of the tickets of one request, as its owner and operators see it."""
+
+    exchange: Exchange
+    _note: Note
+    _metrics: GatewayMetrics
+    read_again: Callable[[ModelQueue, Any], Awaitable[None]]  # tokenizes a waiting reply again for the current routes
+
+    def __post_init__(self) -> None:
+        self.exchange.note = self._note
+        self.exchange.on_gone = self.abort
+
+    @property
+    def tickets(self) -> list[Ticket]:
+        """The tickets that are not over, in order."""
+        raise NotImplementedError
+
+    def abort(self) -> None:
+        """Cancels the request, and counts it."""
+        raise NotImplementedError
+
+    def fail(self, error: ApiError) -> None:
+        """Answers with an error."""
+        self.abort()
+        self.exchange.fail(error)
+
+
+class Reply(ClientReply, eq=False):
     """The ``Sink`` of the tickets of one request, one ticket per choice.
 
     Until the first token, a streaming client whose request waits gets a comment or a ping every ``keep_alive_s``:
     otherwise a proxy in between could close the silent connection."""
 
-    exchange: Exchange
     _answer: AnswerWriter
-    _note: Note
-    _metrics: GatewayMetrics
     _include_usage: bool
     _keep_alive_s: float
     _keeps_text: bool = False  # for a log with answers
@@ -60,10 +85,6 @@ class Reply(msgspec.Struct, eq=False):
     _open: set[Ticket] = msgspec.field(default_factory=set)
     _opened: bool = False  # the first event is written; before it there may be comments
     _reminder: asyncio.TimerHandle | None = None
-
-    def __post_init__(self) -> None:
-        self.exchange.note = self._note
-        self.exchange.on_gone = self._end_all
 
     def add(self, ticket: Ticket, choice: Choice) -> None:
         """Adds a choice; all are added before the first token."""
@@ -234,7 +255,7 @@ class Reply(msgspec.Struct, eq=False):
 
     def fail(self, error: ApiError) -> None:
         """Answers with an error, or ends the stream with it."""
-        self._end_all()
+        self.abort()
         if self.exchange.began:
             self.exchange.code = error.code
             error.rename(self.exchange.names)
@@ -242,7 +263,7 @@ class Reply(msgspec.Struct, eq=False):
         else:
             self.exchange.fail(error)
 
-    def _end_all(self) -> None:
+    def abort(self) -> None:
         now = time.monotonic()
         for ticket in list(self._open):
             ticket.leave()

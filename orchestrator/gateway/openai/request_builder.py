@@ -8,12 +8,88 @@ from functools import cached_property
 from operator import attrgetter
 from typing import Any
 
+import msgspec
+
+from orchestrator.gateway.anthropic.answers import TokenCount
 from orchestrator.gateway.openai import errors
-from orchestrator.gateway.openai.chat import chat_prompt, tool_parser_for
-from orchestrator.gateway.openai.protocol import MOST, ChatRequest, CompletionRequest
-from orchestrator.gateway.openai.toolcalls.events import ToolParser
+from orchestrator.gateway.openai.errors import invalid, too_many_tokens
+from orchestrator.gateway.openai.protocol import (
+    MOST,
+    Chat,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    NamedTool,
+    TokenizeChatRequest,
+    TokenizeTextRequest,
+)
+from orchestrator.gateway.openai.tool_parsers import FORMATS, Format, ToolParser, detect_format, make_parser
 from workers.messages.requests import GenerateRequest
-from workers.text.tokenizer import PromptTokenizer, TooManyTokens
+from workers.text.tokenizer import (
+    ChatTemplateError,
+    NoChatTemplate,
+    NoToolsInTemplate,
+    PromptTokenizer,
+    TemplateInput,
+    TooManyTokens,
+)
+
+
+def chat_prompt(request: Chat, tokenizer: PromptTokenizer, most: int | None = None) -> list[int]:
+    """Returns the token ids of the chat, rendered by the model's template. With `tool_choice: none` the prompt has no
+    tools. Raises ApiError 400, and TooManyTokens for more than ``most`` ids.
+    """
+    messages = [message.for_template(place) for place, message in enumerate(request.messages)]
+    forbids = isinstance(request, ChatRequest) and request.calling == "none"
+    tools = None if forbids else [tool.for_template() for tool in request.tools or ()]
+    try:
+        chat = TemplateInput(
+            messages,
+            tools or None,
+            add_generation_prompt=request.add_generation_prompt is not False,
+            continue_final_message=bool(request.continue_final_message),
+            template_kwargs=request.chat_template_kwargs,
+            add_special_tokens=isinstance(request, TokenizeChatRequest) and bool(request.add_special_tokens),
+        )
+        return tokenizer.apply_chat_template(chat, most)
+    except NoChatTemplate as error:
+        raise errors.invalid(f"{request.model}: {error}", param="messages", code="no_chat_template") from None
+    except NoToolsInTemplate as error:
+        raise errors.invalid(f"{request.model}: {error}", param="tools", code="tools_not_supported") from None
+    except (ChatTemplateError, ValueError) as error:
+        raise errors.invalid(f"messages: {error}", param="messages", code="chat_template_failed") from None
+
+
+def tool_parser_for(request: ChatRequest, setting: str, tokenizer: PromptTokenizer) -> Callable[[], ToolParser] | None:
+    """Returns a function that makes a parser for each choice; None for an answer that is only text.
+
+    ``setting`` is the model's `tool_parser`. Called after ``chat_prompt``, which rejects tools that the template does
+    not support. Raises ApiError 400 if calls are allowed but could not be read.
+    """
+    calling = request.calling
+    if calling == "none":
+        return None
+    format = format_of(setting, tokenizer)
+    only_one = request.parallel_tool_calls is False
+    streamed = bool(request.stream)
+    if isinstance(calling, NamedTool):
+        name = calling.function.name
+        return lambda: make_parser(format, "named", streamed=streamed, name=name)
+    if calling == "auto" and format is None:
+        message = (
+            f"{request.model}: the format of this model's tool calls is unknown; send tool_choice 'required' or a "
+            "function's name, which work with any model, or set the model's tool_parser in the spec"
+        )
+        raise errors.invalid(message, param="tool_choice", code="tools_not_supported")
+    return lambda: make_parser(format, calling, streamed=streamed, only_one=only_one)
+
+
+def format_of(setting: str, tokenizer: PromptTokenizer) -> Format | None:
+    """Returns the format of the model's calls by its `tool_parser`; `auto` detects it in the chat template."""
+    if setting == "auto":
+        return detect_format(tokenizer.chat_template(tools=True))
+    return next((format for format in FORMATS if format == setting), None)
+
 
 # The token ids of each prompt, the text of it to echo, and the factory of tool call parsers.
 Prompts = tuple[list[list[int]], list[str], Callable[[], ToolParser] | None]
@@ -192,3 +268,70 @@ def _biases(request: ChatRequest | CompletionRequest, limits: RequestLimits) -> 
 def _wrapped(seed: int) -> int:
     """Wraps a seed to 64 bits, signed."""
     return (seed + 2**63) % 2**64 - 2**63
+
+
+MOST_TOKENS = 2**18  # of one answer; or the model's max_len, if that is more
+
+
+class Tokenized(msgspec.Struct, frozen=True):
+    """The answer of /tokenize. ``token_strs`` are the tokens as in the vocabulary, if requested."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Detokenized(msgspec.Struct, frozen=True):
+    """The answer of /detokenize: the text of the tokens, including special tokens."""
+
+    prompt: str
+
+
+def write_tokenized(
+    request: TokenizeTextRequest | TokenizeChatRequest, tokenizer: PromptTokenizer, max_len: int
+) -> tuple[bytes, int]:
+    """Returns the answer and how many tokens it cost. Raises ApiError 400."""
+    answer = tokenized(request, tokenizer, max_len)
+    return msgspec.json.encode(answer), answer.count
+
+
+def write_count(request: TokenizeChatRequest, tokenizer: PromptTokenizer, max_len: int) -> tuple[bytes, int]:
+    """Does what ``write_tokenized`` does, in the shape of the Messages API."""
+    count = tokenized(request, tokenizer, max_len).count
+    return msgspec.json.encode(TokenCount(count)), count
+
+
+def write_detokenized(request: DetokenizeRequest, tokenizer: PromptTokenizer, max_len: int) -> tuple[bytes, int]:
+    """Returns the answer and how many tokens it cost. Raises ApiError 400."""
+    return msgspec.json.encode(detokenized(request, tokenizer, max_len)), len(request.tokens)
+
+
+def tokenized(
+    request: TokenizeTextRequest | TokenizeChatRequest, tokenizer: PromptTokenizer, max_len: int
+) -> Tokenized:
+    """Tokenizes a text or a chat. Raises ApiError 400."""
+    most = max(max_len, MOST_TOKENS)
+    try:
+        if isinstance(request, TokenizeChatRequest):
+            ids = chat_prompt(request, tokenizer, most)
+        else:
+            ids = tokenizer.encode(
+                request.prompt, add_special_tokens=request.add_special_tokens is not False, most=most
+            )
+    except TooManyTokens as error:
+        param = "messages" if isinstance(request, TokenizeChatRequest) else "prompt"
+        raise too_many_tokens(param, error.count, most) from None
+    except ValueError as error:
+        raise invalid(f"prompt: {error}", param="prompt") from None
+    return Tokenized(len(ids), max_len, ids, tokenizer.tokens(ids) if request.return_token_strs else None)
+
+
+def detokenized(request: DetokenizeRequest, tokenizer: PromptTokenizer, max_len: int) -> Detokenized:
+    """Decodes token ids. Raises ApiError 400 for too many ids, and for ids outside the vocabulary."""
+    if len(request.tokens) > (most := max(max_len, MOST_TOKENS)):
+        raise too_many_tokens("tokens", len(request.tokens), most)
+    highest = tokenizer.vocab_size - 1
+    if (id := max(request.tokens, default=0)) > highest:
+        raise invalid(f"tokens: {id} is not a token id of this model (0 to {highest})", param="tokens")
+    return Detokenized(tokenizer.decode(request.tokens))

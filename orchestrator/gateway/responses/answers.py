@@ -1,22 +1,96 @@
-"""Writes the answers of the Responses API, complete or as server-sent events."""
+"""The answers of the Responses API: their types, and the writer, complete or as server-sent events.
+
+The gateway writes answers by hand; a test reads them as these types.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
 from orchestrator.gateway.http.exchange import JSON, Exchange
-from orchestrator.gateway.openai.answer_parts import Call, Part, Text, events_of, whole_parts
-from orchestrator.gateway.openai.answers import EVENTS, LARGE_BYTES, WAITING, Choice
+from orchestrator.gateway.openai.answers import (
+    EVENTS,
+    LARGE_BYTES,
+    WAITING,
+    Call,
+    Choice,
+    Part,
+    Text,
+    events_of,
+    whole_parts,
+)
 from orchestrator.gateway.openai.errors import ApiError
-from orchestrator.gateway.openai.toolcalls.events import CallBegin, Content, Event
-from orchestrator.gateway.responses.answer_types import ResponseFailure
-from orchestrator.gateway.responses.chat_request import ResponsesChat
-from orchestrator.gateway.responses.protocol import ResponsesRequest
+from orchestrator.gateway.openai.tool_parsers import CallBegin, Content, Event
+from orchestrator.gateway.responses.requests import ResponsesChat, ResponsesRequest
 from workers.messages.requests import FinishReason, TokenEvent
+
+
+class OutputText(msgspec.Struct):
+    type: Literal["output_text"]
+    text: str
+    annotations: list[Any]
+    logprobs: list[Any]
+
+
+class OutputMessage(msgspec.Struct, tag_field="type", tag="message"):
+    id: str
+    status: Literal["in_progress", "completed", "incomplete"]
+    role: Literal["assistant"]
+    content: list[OutputText]
+
+
+class OutputCall(msgspec.Struct, tag_field="type", tag="function_call"):
+    """``arguments`` is the text of a JSON object."""
+
+    id: str
+    status: Literal["in_progress", "completed", "incomplete"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class ResponseUsage(msgspec.Struct):
+    input_tokens: int
+    input_tokens_details: dict[str, int]
+    output_tokens: int
+    output_tokens_details: dict[str, int]
+    total_tokens: int
+
+
+class ResponseFailure(msgspec.Struct):
+    code: Literal["server_error"]
+    message: str
+
+
+class Response(msgspec.Struct):
+    """The fields of the request are returned; ``usage`` is null while the answer is generated, and if that fails."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    error: ResponseFailure | None
+    incomplete_details: dict[str, str] | None
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    model: str
+    output: list[OutputMessage | OutputCall]
+    parallel_tool_calls: bool
+    previous_response_id: None
+    store: bool
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: str | dict[str, str]
+    tools: list[dict[str, Any]]
+    top_p: float
+    truncation: Literal["disabled"]
+    usage: ResponseUsage | None
+
 
 _encode = msgspec.json.encode
 

@@ -19,8 +19,7 @@ from orchestrator.gateway.openai import errors
 from orchestrator.gateway.openai.errors import ApiError
 from orchestrator.gateway.serving.replica_link import ReplicaLink
 from orchestrator.gateway.serving.replica_link_pool import ReplicaLinks
-from orchestrator.gateway.serving.scheduling_parameters import PLAIN, SchedulingParameters
-from orchestrator.gateway.serving.ticket import Sink, Ticket, ticket_for
+from orchestrator.gateway.serving.ticket import PLAIN, SchedulingParameters, Sink, Ticket, ticket_for
 from orchestrator.gateway.telemetry.request_spans import TraceHandle
 from orchestrator.scaling.demand_report import DemandWindow, RoutingDecision, undecided
 from orchestrator.scaling.forecast import Counts

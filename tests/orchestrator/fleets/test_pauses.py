@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from orchestrator.access.audit_log import Audit
-from orchestrator.gateway.telemetry.gateway_watch import HUNG_S
+from orchestrator.gateway.telemetry.peers import HUNG_S
 from orchestrator.process.home import Home
 from tests.fleet import LiveFleet, until
 from tests.orchestrator.fleets.test_two_gateways import all_stand_by

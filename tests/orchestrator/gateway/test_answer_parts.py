@@ -14,12 +14,11 @@ from hypothesis import strategies as st
 
 from orchestrator.gateway.anthropic.answers import MessagesAnswer
 from orchestrator.gateway.openai.answers import Choice
+from orchestrator.gateway.openai.call_text import completed_object
 from orchestrator.gateway.openai.errors import engine_failed
-from orchestrator.gateway.openai.toolcalls.formats import Format, make_parser
-from orchestrator.gateway.openai.toolcalls.json_scanner import completed_object
-from orchestrator.gateway.responses.answer_types import Response
-from orchestrator.gateway.responses.answers import ResponsesAnswer
-from orchestrator.gateway.responses.chat_request import read_responses
+from orchestrator.gateway.openai.tool_parsers import Format, make_parser
+from orchestrator.gateway.responses.answers import Response, ResponsesAnswer
+from orchestrator.gateway.responses.requests import read_responses
 from tests.orchestrator.gateway.event_streams import joined_message, joined_response, read_events, without_ids
 from workers.messages.requests import FinishReason, TokenEvent
 

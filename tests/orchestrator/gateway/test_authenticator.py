@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.access.keys import KeyFile
-from orchestrator.gateway.admission.authenticator import Authenticator, host_name
+from orchestrator.gateway.authenticator import Authenticator, host_name
 from orchestrator.gateway.http.connection import HttpConnection
 from orchestrator.gateway.http.exchange import Exchange, Request
 from orchestrator.gateway.http.http_server import HttpServer
@@ -126,7 +126,7 @@ def test_a_grace_period_ends_on_open_connections_too(tmp_path: Path, monkeypatch
     KeyFile(tmp_path / "keys.json").create("alice", activate_at=now + 60)
     authenticator, request = gate(tmp_path), exchange()
     authenticator.admit(request)
-    monkeypatch.setattr("orchestrator.gateway.admission.authenticator.time.time", lambda: now + 61)
+    monkeypatch.setattr("orchestrator.gateway.authenticator.time.time", lambda: now + 61)
     with pytest.raises(ApiError):
         authenticator.admit(request)
 

@@ -15,8 +15,8 @@ import httpx
 import msgspec
 import pytest
 
-from orchestrator.gateway.openai.answer_types import ChatCompletion, ErrorAnswer, ModelList, TextCompletion
-from orchestrator.gateway.openai.tokenize import Detokenized, Tokenized
+from orchestrator.gateway.openai.answers import ChatCompletion, ErrorAnswer, ModelList, TextCompletion
+from orchestrator.gateway.openai.request_builder import Detokenized, Tokenized
 from orchestrator.gateway.openapi import openapi
 from orchestrator.gateway.routes import ROUTES
 from tests.checkpoints import EOS_ID

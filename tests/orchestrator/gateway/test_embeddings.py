@@ -16,7 +16,7 @@ import pytest
 
 from orchestrator.access.keys import Allowance, KeyFile
 from orchestrator.fleet.replica_states import ModelState
-from orchestrator.gateway.openai.answer_types import EmbeddingList
+from orchestrator.gateway.openai.answers import EmbeddingList
 from orchestrator.process.home import Home
 from orchestrator.revisions.checkpoint_reader import tokenizer_key
 from placements.facts.encoders import Kind

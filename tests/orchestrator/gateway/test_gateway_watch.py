@@ -15,8 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.gateway.telemetry import peers as peers_of
-from orchestrator.gateway.telemetry.gateway_watch import HUNG_S, GatewayBeat, GatewayWatch, is_busy
-from orchestrator.gateway.telemetry.peers import Peers
+from orchestrator.gateway.telemetry.peers import HUNG_S, GatewayBeat, GatewayWatch, Peers, is_busy
 from orchestrator.process.awake_clock import BEAT_S, LATE_S, AwakeClock
 
 GATEWAY = """

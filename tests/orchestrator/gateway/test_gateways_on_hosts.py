@@ -8,15 +8,14 @@ from pathlib import Path
 import msgspec.structs
 import pytest
 
-from orchestrator.access.key_feed import KeyFeed
-from orchestrator.access.keys import Allowance, KeyFile
+from orchestrator.access.keys import Allowance, KeyFeed, KeyFile
 from orchestrator.fleet.key_usage import KeyUsage
 from orchestrator.fleet.route_table import RouteTable
 from orchestrator.gateway import app
-from orchestrator.gateway.admission.authenticator import Authenticator
-from orchestrator.gateway.admission.key_limits import KeyLimits
+from orchestrator.gateway.authenticator import Authenticator
+from orchestrator.gateway.key_limits import KeyLimits
 from orchestrator.gateway.openai.errors import ApiError
-from orchestrator.gateway.received_files import ReceivedFiles
+from orchestrator.gateway.received import ReceivedFiles
 from orchestrator.gateway.settings import GatewaySettings
 from tests.fleet import until
 from tests.orchestrator.gateways import LiveGateway, routes

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.gateway.http import json_nesting
+from orchestrator.gateway.http import exchange as json_nesting
 
 LIMIT = 3
 TEXTS = st.text(alphabet='[]{}"\\,:a \n\u00e4', max_size=8)

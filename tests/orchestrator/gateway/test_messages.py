@@ -11,7 +11,7 @@ import httpx
 import msgspec
 import pytest
 
-from orchestrator.gateway.anthropic.answer_types import Message, MessageError
+from orchestrator.gateway.anthropic.answers import Message, MessageError
 from tests.fleet import until
 from tests.orchestrator.gateway.event_streams import joined_message, read_events, without_ids
 from tests.orchestrator.gateways import LiveGateway, routes

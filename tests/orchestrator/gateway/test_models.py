@@ -9,7 +9,7 @@ import httpx
 import msgspec
 import pytest
 
-from orchestrator.gateway.anthropic.answer_types import MessageError, ModelInfo, ModelPage
+from orchestrator.gateway.anthropic.answers import MessageError, ModelInfo, ModelPage
 from tests.orchestrator.gateways import LiveGateway, routes
 from tests.served import Served
 

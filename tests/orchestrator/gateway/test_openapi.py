@@ -44,7 +44,12 @@ PLAIN: dict[str, dict[str, Any]] = {  # the least of a body
     "ScoreRequest": {"model": "m", "text_1": "x", "text_2": "y"},
     "ClassifyRequest": {"model": "m", "input": "x"},
 }
-READERS = {kind.__name__: (route.reads, PLAIN[kind.__name__]) for route in ROUTES for kind in route.body}
+READERS = {
+    kind.__name__: (route.reads, PLAIN[kind.__name__])
+    for route in ROUTES
+    if route.reads is not None
+    for kind in route.body
+}
 
 
 def schema_of(kind: str) -> dict[str, Any]:

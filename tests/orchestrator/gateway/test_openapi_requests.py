@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis.errors import Unsatisfiable
 
-from orchestrator.gateway.encoding.protocol import KINDS_OF
+from orchestrator.gateway.encoding.requests import KINDS_OF
 from orchestrator.gateway.openapi import openapi
 from orchestrator.gateway.routes import ROUTES
 from placements.facts.encoders import KINDS

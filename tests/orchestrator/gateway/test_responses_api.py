@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from orchestrator.gateway.responses.answer_types import Response
+from orchestrator.gateway.responses.answers import Response
 from tests.fleet import until
 from tests.orchestrator.gateway.event_streams import joined_response, read_events
 from tests.orchestrator.gateway.test_messages import CALLS, Place

@@ -6,7 +6,7 @@ import pytest
 
 from orchestrator.access.keys import ApiKey
 from orchestrator.gateway.openai.errors import ApiError
-from orchestrator.gateway.serving.scheduling_parameters import (
+from orchestrator.gateway.serving.ticket import (
     LONGEST_SESSION,
     SchedulingParameters,
     read_scheduling_parameters,

@@ -12,7 +12,7 @@ import httpx
 import msgspec
 import pytest
 
-from orchestrator.gateway.openai.answer_types import ClassificationList, Ranking, ScoreList
+from orchestrator.gateway.openai.answers import ClassificationList, Ranking, ScoreList
 from tests.encoders import TYPED, texts
 from tests.orchestrator.encoded import EncoderReplica
 from tests.orchestrator.gateways import VERSION, LiveGateway, routes

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from orchestrator.gateway.telemetry import scrapes as module
-from orchestrator.gateway.telemetry.scrapes import Page, Scrapes
+from orchestrator.gateway.telemetry import exposition as module
+from orchestrator.gateway.telemetry.exposition import Page, Scrapes
 from tests.orchestrator.fakes import virtually
 
 

@@ -15,11 +15,11 @@ import pytest
 
 from orchestrator.access.keys import Allowance, KeyFile
 from orchestrator.fleet.replica_states import ModelState
-from orchestrator.gateway.http.json_nesting import MAX_DEPTH
+from orchestrator.gateway.http.exchange import MAX_DEPTH
 from orchestrator.gateway.openai.errors import ApiError
-from orchestrator.gateway.openai.tokenize import MOST_TOKENS
-from orchestrator.gateway.serving import tokenizer_threads as module
-from orchestrator.gateway.serving.tokenizer_threads import TokenizerThreads
+from orchestrator.gateway.openai.request_builder import MOST_TOKENS
+from orchestrator.gateway.serving import tokenizers as module
+from orchestrator.gateway.serving.tokenizers import TokenizerThreads
 from orchestrator.process.home import Home
 from tests.checkpoints import CHAT_TEMPLATE, save_tokenizer
 from tests.fleet import until, until_async

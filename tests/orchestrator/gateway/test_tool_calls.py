@@ -10,8 +10,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from orchestrator.gateway.openai.toolcalls.events import CallArguments, CallBegin, Content, Event
-from orchestrator.gateway.openai.toolcalls.formats import detect_format, make_parser
+from orchestrator.gateway.openai.tool_parsers import (
+    CallArguments,
+    CallBegin,
+    Content,
+    Event,
+    detect_format,
+    make_parser,
+)
 from tests.tiers import everyday
 
 WEATHER = {"city": "San Francisco", "state": "CA", "unit": "celsius"}

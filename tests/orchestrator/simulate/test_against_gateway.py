@@ -20,8 +20,7 @@ from orchestrator.gateway.openai.errors import ApiError
 from orchestrator.gateway.serving import model_queue, replica_link, ticket
 from orchestrator.gateway.serving.model_queue import ModelQueue
 from orchestrator.gateway.serving.replica_link import ReplicaLink
-from orchestrator.gateway.serving.scheduling_parameters import SchedulingParameters
-from orchestrator.gateway.serving.ticket import Ticket
+from orchestrator.gateway.serving.ticket import SchedulingParameters, Ticket
 from orchestrator.process.version import corewright_version
 from orchestrator.simulate.scenario import SimModel
 from orchestrator.simulate.simulated_replica import Arrival, SimReplica, SimRequest

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 import workers
-from orchestrator.access.authority import fleet_credentials
+from orchestrator.access.tls import fleet_credentials
 from orchestrator.fleet.route_table import Route
 from orchestrator.gateway.serving.model_queue import ModelQueue
 from orchestrator.process.version import corewright_version

@@ -16,8 +16,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from orchestrator.access.authority import fleet_credentials
-from orchestrator.gateway.serving.dial import open_link
+from orchestrator.access.tls import fleet_credentials
+from orchestrator.gateway.serving.replica_link_pool import open_link
 from tests.served import EPOCH, TOKEN, Served
 from workers.engines.echo import echo_tokens
 from workers.messages.credentials import REPLICA, Credentials, client_context

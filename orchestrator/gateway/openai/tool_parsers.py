@@ -7,11 +7,58 @@ a call is content, unchanged. Spaces around calls, separators and closing tags a
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
+import secrets
+import string
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal, Protocol
 
-from orchestrator.gateway.openai.toolcalls.call import ARGUMENTS, CallText
-from orchestrator.gateway.openai.toolcalls.events import CallArguments, CallBegin, Content, Event
-from orchestrator.gateway.openai.toolcalls.json_scanner import SPACE, CharacterRole
+from orchestrator.gateway.openai.call_text import ARGUMENTS, SPACE, CallText, CharacterRole
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """Text that is not part of a call."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallBegin:
+    """The start of a call; ``index`` counts from 0, ``name`` is the function."""
+
+    index: int
+    id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """Another piece of the JSON text of a call's arguments."""
+
+    index: int
+    text: str
+
+
+Event = Content | CallBegin | CallArguments
+
+
+class ToolParser(Protocol):
+    """Reads one answer. The joined events do not depend on how the text is cut into pieces."""
+
+    def push(self, text: str) -> list[Event]:
+        """Returns the new events that are certain with this piece."""
+        ...
+
+    def flush(self) -> list[Event]:
+        """Returns the last events at the end of the text. An incomplete or invalid call becomes content."""
+        ...
+
+    def finish_reason(self, reason: str) -> str:
+        """Returns OpenAI's finish reason; ``reason`` is that of an answer without calls. After ``flush``."""
+        ...
+
 
 LONGEST_HEAD = 400  # characters between a marker and the call's JSON
 
@@ -298,3 +345,52 @@ def _overlap(text: str, mark: str) -> int:
         if text.endswith(mark[:length]):
             return length
     return 0
+
+
+Format = Literal["hermes", "llama3", "mistral"]
+FORMATS: Mapping[Format, type[HermesParser | LlamaParser | MistralParser]] = MappingProxyType(
+    {"hermes": HermesParser, "llama3": LlamaParser, "mistral": MistralParser}
+)
+
+_SIGNS: tuple[tuple[Format, tuple[str, ...]], ...] = (
+    ("mistral", ("[TOOL_CALLS]",)),
+    ("hermes", ("<tool_call>",)),
+    ("llama3", ("<|python_tag|>", '"parameters": dictionary of argument name')),
+)
+_OTHERS = ("<function=", "<arg_key>")  # models that write XML inside <tool_call>: Qwen3-Coder, GLM
+_ALPHANUMERIC = string.ascii_letters + string.digits
+
+
+def detect_format(chat_template: str | None) -> Format | None:
+    """Returns the call format of a chat template, by the markers in its text; None for an unknown format."""
+    text = chat_template or ""
+    if any(sign in text for sign in _OTHERS):
+        return None
+    return next((format for format, signs in _SIGNS if any(sign in text for sign in signs)), None)
+
+
+def make_parser(
+    format: Format | None, calling: str, *, streamed: bool, only_one: bool = False, name: str = ""
+) -> ToolParser:
+    """Returns the parser of one answer. ``calling``: auto, required, or named, which needs the ``name``.
+
+    Only ``auto`` needs a format: a required or named call is JSON with any model. The call's id suits the format's chat
+    templates.
+    """
+    new_id = _mistral_id if format == "mistral" else _id
+    if calling == "named":
+        return NamedParser(new_id, name)
+    if calling == "required":
+        return RequiredParser(new_id, streamed=streamed, only_one=only_one)
+    if format is None:
+        raise ValueError("the format of this model's calls is unknown")
+    return FORMATS[format](new_id, streamed=streamed, only_one=only_one)
+
+
+def _id() -> str:
+    return f"call_{secrets.token_hex(12)}"
+
+
+def _mistral_id() -> str:
+    """Returns an id of nine characters: Mistral's chat templates reject others."""
+    return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))

@@ -1,1 +1,0 @@
-"""API-key authentication, and what each key may use."""

@@ -1,1 +1,0 @@
-"""Parses tool calls in the text of an answer, complete or streamed."""
