@@ -88,7 +88,8 @@ class Generation:
         prompt = size // BYTES_OF_FORWARDED
         expected = 0 if not exchange.route.streams else (body.n or 1) * (most or int(queue.mean_answer))
         self.take(exchange, prompt + expected, prompt if most is None else None)
-        answer, note = ForwardedAnswer(prompt), Note(queue.label(body.model), bool(body.stream), prompt_tokens=prompt)
+        answer = ForwardedAnswer(choices=(), prompt_tokens=prompt)
+        note = Note(queue.label(body.model), bool(body.stream), prompt_tokens=prompt)
         reply = Reply(exchange, note, self._metrics, self._renew, answer, False, self._settings.keep_alive_s)
         self.trace(exchange, queue)
         request = GenerateRequest(

@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from orchestrator.gateway.http.exchange import JSON, Exchange, checked
 from orchestrator.gateway.openai import body_reader
-from orchestrator.gateway.openai.answers import EVENTS, LARGE_BYTES, Choice
+from orchestrator.gateway.openai.answers import EVENTS, AnswerWriter, Choice
 from orchestrator.gateway.openai.errors import ApiError, invalid, renamed
 from orchestrator.gateway.openai.protocol import CompletionRequest
 from workers.messages.requests import FinishReason, TokenEvent
@@ -145,26 +145,18 @@ def read_lmi(body: bytes) -> LmiCompletion:
     return LmiCompletion(sent=sent, **{name: getattr(read, name) for name in read.__struct_fields__})
 
 
-class LmiAnswer(msgspec.Struct, eq=False):
+class LmiAnswer(AnswerWriter, eq=False):
     """Writes an answer in the shape of LMI. A stream is lines of JSON, or server-sent events."""
 
     sent: LmiRequest
-    choices: Sequence[Choice]
     accepted: frozenset[bytes]  # content types
-    prompt_tokens: int = 0
     keep_alive: ClassVar[bytes] = b""  # its clients parse every line
     _text: str = ""  # of a stream, so far
 
     def __post_init__(self) -> None:
-        self.count_prompts()
-
-    @property
-    def stream_type(self) -> bytes:
-        return EVENTS if self._as_events else LINES
-
-    @property
-    def whole_type(self) -> bytes:
-        return LINES if self._as_lines else JSON
+        super().__post_init__()
+        self.stream_type = EVENTS if self._as_events else LINES
+        self.whole_type = LINES if self._as_lines else JSON
 
     @property
     def _as_events(self) -> bool:
@@ -174,29 +166,17 @@ class LmiAnswer(msgspec.Struct, eq=False):
     def _as_lines(self) -> bool:
         return LINES in self.accepted and JSON not in self.accepted
 
-    def count_prompts(self) -> None:
-        self.prompt_tokens = sum(len(choice.prompt_ids) for choice in self.choices)
-
-    def add_logprobs(self, choice: Choice, events: list[TokenEvent], attempt: int = 0) -> None:
-        """They stay in the events until the end: each token has one number."""
-
-    def whole(self, answers: Sequence[tuple[Choice, Sequence[TokenEvent]]]) -> bytes | list[bytes]:
+    def body(self, answers: Sequence[tuple[Choice, Sequence[TokenEvent]]]) -> bytes | list[bytes]:
         results = []
         for choice, events in answers:
             result: dict[str, Any] = {"generated_text": self._full(choice, "".join(event.text for event in events))}
-            choice.tokens += sum(len(event.token_ids) for event in events)
             if self.sent.parameters.details:
                 tokens = [token for event in events for token in _tokens(event)]
                 result["details"] = {**self._details(choice, events[-1]), "tokens": tokens}
             results.append(result)
         if self._as_lines:
-            body = b"".join(_encode(result) + b"\n" for result in results)
-        else:
-            body = _encode(results if isinstance(self.sent.inputs, list) else results[0])
-        return [body] if len(body) > LARGE_BYTES else body
-
-    def opening(self, choice: Choice) -> bytes:
-        return b""
+            return b"".join(_encode(result) + b"\n" for result in results)
+        return _encode(results if isinstance(self.sent.inputs, list) else results[0])
 
     def events(self, choice: Choice, events: Sequence[TokenEvent]) -> bytes:
         lines = []
@@ -212,9 +192,6 @@ class LmiAnswer(msgspec.Struct, eq=False):
                         line["details"] = self._details(choice, event)
                 lines.append(self._line(line))
         return b"".join(lines)
-
-    def closing(self, *, include_usage: bool) -> bytes:
-        return b""
 
     def failure(self, error: ApiError) -> bytes:
         details = {"finish_reason": "error"}
@@ -237,7 +214,7 @@ class LmiAnswer(msgspec.Struct, eq=False):
 
 def lmi_answer(exchange: Exchange, body: LmiCompletion, choices: Sequence[Choice], suffix: str) -> LmiAnswer:
     """Returns the writer of an answer, which has no id."""
-    return LmiAnswer(body.sent, choices, content_types(exchange.request.headers.get(b"accept", b"")))
+    return LmiAnswer(body.sent, content_types(exchange.request.headers.get(b"accept", b"")), choices=choices)
 
 
 def _tokens(event: TokenEvent) -> Iterator[dict[str, Any]]:

@@ -54,7 +54,8 @@ ROUTES = (
         "/v1/completions",
         "Continue a prompt.",
         *(protocol.CompletionRequest, body_reader.read_completion),
-        *(answers.TextCompletion, answers.openai_answer, "text_completion"),
+        *(answers.TextCompletion, answers.openai_answer),
+        operation="text_completion",
         forwards=True,
     ),
     _generating(

@@ -12,8 +12,8 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from orchestrator.gateway.anthropic.requests import MessagesChat
-from orchestrator.gateway.http.exchange import JSON, Exchange
-from orchestrator.gateway.openai.answers import EVENTS, LARGE_BYTES, Choice, Text, events_of, whole_parts
+from orchestrator.gateway.http.exchange import Exchange
+from orchestrator.gateway.openai.answers import Choice, PartsWriter, Text, whole_parts
 from orchestrator.gateway.openai.call_text import completed_object
 from orchestrator.gateway.openai.errors import ApiError
 from orchestrator.gateway.openai.tool_parsers import CallArguments, CallBegin, Content, Event
@@ -114,33 +114,20 @@ def sse(kind: str, fields: dict[str, Any]) -> bytes:
 PING = sse("ping", {})
 
 
-class MessagesAnswer(msgspec.Struct, eq=False):
-    """Writes the answer of one choice, with the methods of `Answer`."""
+class MessagesAnswer(PartsWriter, eq=False):
+    """Writes the answer of one choice."""
 
     id: str
     model: str
-    choice: Choice
     most_tokens: int  # `max_tokens` of the request
     request_id: str
-    prompt_tokens: int = 0
     keep_alive: ClassVar[bytes] = PING
-    stream_type: ClassVar[bytes] = EVENTS
-    whole_type: ClassVar[bytes] = JSON
     _block: int = -1  # the index of the last content block
     _open: bool = False
     _is_text: bool = False  # the last block is text
     _calls: bool = False  # there was a call
 
-    def __post_init__(self) -> None:
-        self.count_prompts()
-
-    def count_prompts(self) -> None:
-        self.prompt_tokens = len(self.choice.prompt_ids)
-
-    def add_logprobs(self, choice: Choice, events: list[TokenEvent], attempt: int = 0) -> None:
-        """The API has none."""
-
-    def whole(self, answers: Sequence[tuple[Choice, Sequence[TokenEvent]]]) -> bytes | list[bytes]:
+    def body(self, answers: Sequence[tuple[Choice, Sequence[TokenEvent]]]) -> bytes | list[bytes]:
         ((choice, events),) = answers
         content: list[dict[str, Any]] = []
         for part in whole_parts(choice, events):
@@ -150,33 +137,21 @@ class MessagesAnswer(msgspec.Struct, eq=False):
                 input = msgspec.Raw(completed_object(part.arguments).encode())
                 content.append({"type": "tool_use", "id": part.id, "name": part.name, "input": input})
                 self._calls = True
-        choice.tokens += sum([len(event.token_ids) for event in events])
-        body = _encode(self._message(content, self._stop(events[-1])))
-        return [body] if len(body) > LARGE_BYTES else body
+        return _encode(self._message(content, self._stop(events[-1])))
 
     def opening(self, choice: Choice) -> bytes:
         return sse("message_start", {"message": self._message([], _NO_STOP)}) + PING
 
-    def events(self, choice: Choice, events: Sequence[TokenEvent]) -> bytes:
-        pieces: list[bytes] = []
-        for event in events:
-            choice.tokens += len(event.token_ids)
-            for read in events_of(choice, event):
-                pieces += self._written(read)
-            if event.finish is not None:
-                pieces += self._end_block()
-                fields = {"delta": self._stop(event), "usage": self._usage()}
-                pieces += (sse("message_delta", fields), sse("message_stop", {}))
-        return b"".join(pieces)
-
-    def closing(self, *, include_usage: bool) -> bytes:
-        return b""
+    def ending(self, event: TokenEvent) -> Iterator[bytes]:
+        yield from self._end_block()
+        yield sse("message_delta", {"delta": self._stop(event), "usage": self._usage()})
+        yield sse("message_stop", {})
 
     def failure(self, error: ApiError) -> bytes:
         """Returns the last event of a stream that failed after its start."""
         return b"event: error\ndata: %b\n\n" % _encode(error_body(error, self.request_id))
 
-    def _written(self, read: Event) -> Iterator[bytes]:
+    def written(self, read: Event) -> Iterator[bytes]:
         if isinstance(read, CallBegin):
             yield from self._end_block()
             self._calls = True
@@ -233,7 +208,7 @@ class MessagesAnswer(msgspec.Struct, eq=False):
 
 def messages_answer(exchange: Exchange, body: MessagesChat, choices: Sequence[Choice], suffix: str) -> MessagesAnswer:
     """Returns the writer of an answer; ``suffix`` is that of its id."""
-    return MessagesAnswer(f"msg{suffix}", body.model, choices[0], body.most_tokens, exchange.id)
+    return MessagesAnswer(f"msg{suffix}", body.model, body.most_tokens, exchange.id, choices=choices)
 
 
 _NO_STOP = {"stop_reason": None, "stop_sequence": None}

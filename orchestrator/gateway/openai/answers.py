@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 import msgspec
 import msgspec.structs
@@ -241,75 +241,97 @@ class Choice(msgspec.Struct, eq=False):
     plain: tuple[bytes, bytes] = (b"", b"")  # the bytes before and after the text of an event with text only
 
 
-class AnswerWriter(Protocol):
+class AnswerWriter(msgspec.Struct, eq=False, kw_only=True):
     """Writes the answer to one request in the shape of an API."""
 
-    prompt_tokens: int
+    choices: Sequence[Choice]
+    prompt_tokens: int = 0
+    keep_alive: ClassVar[bytes] = WAITING  # what a stream gets while its request waits; empty: nothing
+    stream_type: bytes = EVENTS  # the content type of a stream
+    whole_type: bytes = JSON  # the content type of an answer that is not streamed
 
-    @property
-    def keep_alive(self) -> bytes:
-        """What a stream gets while its request waits; empty: nothing."""
-        ...
-
-    @property
-    def stream_type(self) -> bytes:
-        """The content type of a stream."""
-        ...
-
-    @property
-    def whole_type(self) -> bytes:
-        """The content type of an answer that is not streamed."""
-        ...
+    def __post_init__(self) -> None:
+        self.count_prompts()
 
     def count_prompts(self) -> None:
-        """Counts the tokens of the prompts; to be called when they have changed."""
-        ...
+        """Counts the tokens of the prompts; to be called when they have changed. The ``n`` choices of a prompt count
+        it once."""
+        choices = self.choices
+        if len(choices) == 1:
+            self.prompt_tokens = len(choices[0].prompt_ids)
+        else:
+            self.prompt_tokens = sum({id(choice.prompt_ids): len(choice.prompt_ids) for choice in choices}.values())
 
     def add_logprobs(self, choice: Choice, events: list[TokenEvent], attempt: int = 0) -> None:
         """Encodes the logprobs since the last call, of an answer that is not streamed, and drops them from ``events``,
-        which are all events of the ``attempt`` so far."""
-        ...
+        which are all events of the ``attempt`` so far; does nothing in APIs without logprobs."""
 
     def whole(self, answers: Sequence[tuple[Choice, Sequence[TokenEvent]]]) -> bytes | list[bytes]:
         """Returns the JSON body of an answer; a large one in parts. The last event of each choice has its finish
         reason."""
-        ...
+        for choice, events in answers:
+            choice.tokens += sum([len(event.token_ids) for event in events])
+        body = self.body(answers)
+        parts = [body] if isinstance(body, bytes) else body
+        return parts if sum(map(len, parts)) > LARGE_BYTES else b"".join(parts)
+
+    def body(self, answers: Sequence[tuple[Choice, Sequence[TokenEvent]]]) -> bytes | list[bytes]:
+        """Returns what ``whole`` returns, in any number of parts, once the tokens are counted."""
+        raise NotImplementedError
 
     def opening(self, choice: Choice) -> bytes:
         """Returns the first events of a choice of a stream."""
-        ...
+        return b""
 
     def events(self, choice: Choice, events: Sequence[TokenEvent]) -> bytes:
         """Returns server-sent events for the tokens since the last call, after ``opening``; empty for tokens without
         text so far."""
-        ...
+        raise NotImplementedError
 
     def closing(self, *, include_usage: bool) -> bytes:
         """Returns the end of a stream."""
-        ...
+        return b""
 
     def failure(self, error: ApiError) -> bytes:
         """Returns the last event of a stream that failed after its start."""
-        ...
+        return sse(error.body())
 
 
-class Answer(msgspec.Struct, eq=False):
+class PartsWriter(AnswerWriter, eq=False, kw_only=True):
+    """Writes the one choice of an API whose answers are texts and calls in their order."""
+
+    @property
+    def choice(self) -> Choice:
+        return self.choices[0]
+
+    def events(self, choice: Choice, events: Sequence[TokenEvent]) -> bytes:
+        pieces: list[bytes] = []
+        for event in events:
+            choice.tokens += len(event.token_ids)
+            for read in events_of(choice, event):
+                pieces += self.written(read)
+            if event.finish is not None:
+                pieces += self.ending(event)
+        return b"".join(pieces)
+
+    def written(self, read: Event) -> Iterator[bytes]:
+        """Yields the server-sent events of the next piece of a text or call."""
+        raise NotImplementedError
+
+    def ending(self, event: TokenEvent) -> Iterator[bytes]:
+        """Yields the last server-sent events, after ``event``."""
+        raise NotImplementedError
+
+
+class Answer(AnswerWriter, eq=False):
     """Writes one request's choices in OpenAI's shape."""
 
     id: str
     model: str
     created: int  # seconds since the epoch
     chat: bool  # picks the shape
-    choices: Sequence[Choice]
     with_ids: bool = False  # adds vLLM's token id fields
-    prompt_tokens: int = 0
-    keep_alive: ClassVar[bytes] = WAITING
-    stream_type: ClassVar[bytes] = EVENTS
-    whole_type: ClassVar[bytes] = JSON
     _head: dict[str, Any] = {}
-
-    def __post_init__(self) -> None:
-        self.count_prompts()
 
     @property
     def head(self) -> dict[str, Any]:
@@ -318,9 +340,6 @@ class Answer(msgspec.Struct, eq=False):
             kind = "chat.completion" if self.chat else "text_completion"
             self._head = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
         return self._head
-
-    def count_prompts(self) -> None:
-        self.prompt_tokens = _prompt_tokens(self.choices)
 
     def add_logprobs(self, choice: Choice, events: list[TokenEvent], attempt: int = 0) -> None:
         written = choice.written
@@ -333,7 +352,7 @@ class Answer(msgspec.Struct, eq=False):
                 events[i] = msgspec.structs.replace(events[i], logprobs=[])
         written.events = len(events)
 
-    def whole(self, answers: Sequence[tuple[Choice, Sequence[TokenEvent]]]) -> bytes | list[bytes]:
+    def body(self, answers: Sequence[tuple[Choice, Sequence[TokenEvent]]]) -> bytes | list[bytes]:
         if len(answers) == 1 and not self.with_ids:
             choice, events = answers[0]
             if choice.parser is None and choice.written is None:
@@ -351,7 +370,6 @@ class Answer(msgspec.Struct, eq=False):
             if self.with_ids:
                 tail["token_ids"] = [id for event in events for id in event.token_ids]
                 (head if self.chat else tail)["prompt_token_ids"] = list(choice.prompt_ids)
-            choice.tokens += sum([len(event.token_ids) for event in events])
             parts += (
                 b"," if len(parts) > 1 else b"",
                 _encode({"index": choice.index, **content})[:-1],
@@ -361,11 +379,10 @@ class Answer(msgspec.Struct, eq=False):
             parts += (b",", _encode(tail)[1:])
         parts[0] = _encode(head)[:-1] + b',"choices":['
         parts.append(b'],"usage":%b}' % _encode(self._usage()))
-        return parts if sum(map(len, parts)) > LARGE_BYTES else b"".join(parts)
+        return parts
 
     def _whole_text(self, choice: Choice, events: Sequence[TokenEvent]) -> bytes:
-        """Does what ``whole`` does for a single choice that is only text, in a third of the time."""
-        choice.tokens += sum([len(event.token_ids) for event in events])
+        """Does what ``body`` does for a single choice that is only text, in a third of the time."""
         prompt, completion = self.prompt_tokens, choice.tokens
         text = _encode(choice.echo + "".join([event.text for event in events]))
         return (
@@ -427,9 +444,6 @@ class Answer(msgspec.Struct, eq=False):
         """Returns the end of a stream: the usage, if requested, and `[DONE]`."""
         return (sse({**self.head, "choices": [], "usage": self._usage()}) if include_usage else b"") + DONE
 
-    def failure(self, error: ApiError) -> bytes:
-        return sse(error.body())
-
     def _chunk(
         self, choice: Choice, delta: dict[str, Any] | str, finish: str | None, event: TokenEvent | None
     ) -> bytes:
@@ -477,45 +491,20 @@ def openai_answer(
     """Returns the writer of an answer; ``suffix`` is that of its id."""
     is_chat = isinstance(body, ChatRequest)
     id = ("chatcmpl" if is_chat else "cmpl") + suffix
-    return Answer(id, body.model, int(time.time()), is_chat, choices, bool(body.return_token_ids))
+    return Answer(id, body.model, int(time.time()), is_chat, bool(body.return_token_ids), choices=choices)
 
 
-class ForwardedAnswer(msgspec.Struct, eq=False):
-    """Writes what a server has answered, with the methods of `Answer`."""
-
-    prompt_tokens: int
-    keep_alive: ClassVar[bytes] = WAITING
-    stream_type: ClassVar[bytes] = EVENTS
-    whole_type: ClassVar[bytes] = JSON
+class ForwardedAnswer(AnswerWriter, eq=False):
+    """Writes what a server has answered."""
 
     def count_prompts(self) -> None:
         """The server counts them."""
 
-    def add_logprobs(self, choice: Choice, events: list[TokenEvent], attempt: int = 0) -> None:
-        """They are part of the server's answer."""
-
-    def whole(self, answers: Sequence[tuple[Choice, Sequence[TokenEvent]]]) -> bytes | list[bytes]:
-        parts = [event.part.data for _, events in answers for event in events if event.part is not None]
-        return parts if sum(map(len, parts)) > LARGE_BYTES else b"".join(parts)
-
-    def opening(self, choice: Choice) -> bytes:
-        return b""
+    def body(self, answers: Sequence[tuple[Choice, Sequence[TokenEvent]]]) -> bytes | list[bytes]:
+        return [event.part.data for _, events in answers for event in events if event.part is not None]
 
     def events(self, choice: Choice, events: Sequence[TokenEvent]) -> bytes:
         return b"".join([event.part.data for event in events if event.part is not None])
-
-    def closing(self, *, include_usage: bool) -> bytes:
-        return b""
-
-    def failure(self, error: ApiError) -> bytes:
-        return sse(error.body())
-
-
-def _prompt_tokens(choices: Sequence[Choice]) -> int:
-    """Returns the tokens of all prompts; the ``n`` choices of a prompt count it once."""
-    if len(choices) == 1:
-        return len(choices[0].prompt_ids)
-    return sum({id(choice.prompt_ids): len(choice.prompt_ids) for choice in choices}.values())
 
 
 def sse(value: Any) -> bytes:

@@ -7,20 +7,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import msgspec
 
-from orchestrator.gateway.http.exchange import JSON, Exchange
+from orchestrator.gateway.http.exchange import Exchange
 from orchestrator.gateway.openai.answers import (
-    EVENTS,
-    LARGE_BYTES,
-    WAITING,
     Call,
     Choice,
     Part,
+    PartsWriter,
     Text,
-    events_of,
     whole_parts,
 )
 from orchestrator.gateway.openai.errors import ApiError
@@ -95,62 +92,36 @@ class Response(msgspec.Struct):
 _encode = msgspec.json.encode
 
 
-class ResponsesAnswer(msgspec.Struct, eq=False):
-    """Writes the answer of one choice, with the methods of `Answer`."""
+class ResponsesAnswer(PartsWriter, eq=False):
+    """Writes the answer of one choice."""
 
     suffix: str  # of the ids
     created: int  # seconds since the epoch
     chat: ResponsesChat
-    choice: Choice
-    prompt_tokens: int = 0
-    keep_alive: ClassVar[bytes] = WAITING
-    stream_type: ClassVar[bytes] = EVENTS
-    whole_type: ClassVar[bytes] = JSON
     _number: int = 0  # of the next event
     _parts: list[Part] = msgspec.field(default_factory=list)  # of the answer so far; the last is open
     _items: list[dict[str, Any]] = msgspec.field(default_factory=list)  # the complete ones
 
-    def __post_init__(self) -> None:
-        self.count_prompts()
-
-    def count_prompts(self) -> None:
-        self.prompt_tokens = len(self.choice.prompt_ids)
-
-    def add_logprobs(self, choice: Choice, events: list[TokenEvent], attempt: int = 0) -> None:
-        """They are not supported here."""
-
-    def whole(self, answers: Sequence[tuple[Choice, Sequence[TokenEvent]]]) -> bytes | list[bytes]:
+    def body(self, answers: Sequence[tuple[Choice, Sequence[TokenEvent]]]) -> bytes | list[bytes]:
         ((choice, events),) = answers
-        choice.tokens += sum([len(event.token_ids) for event in events])
         cut = events[-1].finish is FinishReason.LENGTH
         parts = whole_parts(choice, events) or [Text()]
         items = [self._item(place, part) for place, part in enumerate(parts)]
         if cut:
             items[-1]["status"] = "incomplete"
-        body = _encode(self._response("incomplete" if cut else "completed", items))
-        return [body] if len(body) > LARGE_BYTES else body
+        return _encode(self._response("incomplete" if cut else "completed", items))
 
     def opening(self, choice: Choice) -> bytes:
         response = self._response("in_progress", [])
         kinds = ("response.created", "response.in_progress")
         return b"".join([self._event(kind, {"response": response}) for kind in kinds])
 
-    def events(self, choice: Choice, events: Sequence[TokenEvent]) -> bytes:
-        pieces: list[bytes] = []
-        for event in events:
-            choice.tokens += len(event.token_ids)
-            for read in events_of(choice, event):
-                pieces += self._written(read)
-            if event.finish is not None:
-                if not self._parts:
-                    pieces += self._begin(Text())
-                status = "incomplete" if event.finish is FinishReason.LENGTH else "completed"
-                pieces += self._end(status)
-                pieces.append(self._event(f"response.{status}", {"response": self._response(status, self._items)}))
-        return b"".join(pieces)
-
-    def closing(self, *, include_usage: bool) -> bytes:
-        return b""
+    def ending(self, event: TokenEvent) -> Iterator[bytes]:
+        if not self._parts:
+            yield from self._begin(Text())
+        status = "incomplete" if event.finish is FinishReason.LENGTH else "completed"
+        yield from self._end(status)
+        yield self._event(f"response.{status}", {"response": self._response(status, self._items)})
 
     def failure(self, error: ApiError) -> bytes:
         """Returns the last events of a stream that failed after its start. Before `response.created` there is no
@@ -171,7 +142,7 @@ class ResponsesAnswer(msgspec.Struct, eq=False):
             _encode({"type": kind, "sequence_number": number, **fields}),
         )
 
-    def _written(self, read: Event) -> Iterator[bytes]:
+    def written(self, read: Event) -> Iterator[bytes]:
         last = self._parts[-1] if self._parts else None
         if isinstance(read, CallBegin):
             yield from self._end("completed")
@@ -272,7 +243,7 @@ def responses_answer(
     exchange: Exchange, body: ResponsesChat, choices: Sequence[Choice], suffix: str
 ) -> ResponsesAnswer:
     """Returns the writer of an answer; ``suffix`` is that of its ids."""
-    return ResponsesAnswer(suffix, int(time.time()), body, choices[0])
+    return ResponsesAnswer(suffix, int(time.time()), body, choices=choices)
 
 
 def _content(text: str) -> dict[str, Any]:

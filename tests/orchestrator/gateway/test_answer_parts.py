@@ -46,7 +46,7 @@ def choice_for(calling: str, *, streamed: bool) -> Choice:
 
 def message(text: str, cuts: Sequence[int], finish: FinishReason, calling: str) -> dict[str, Any]:
     choice = choice_for(calling, streamed=True)
-    answer = MessagesAnswer("msg-1", "m", choice, 99, "r1")
+    answer = MessagesAnswer("msg-1", "m", 99, "r1", choices=[choice])
     written = answer.opening(choice) + b"".join(
         answer.events(choice, [event]) for event in events_of(text, cuts, finish)
     )
@@ -55,7 +55,7 @@ def message(text: str, cuts: Sequence[int], finish: FinishReason, calling: str) 
 
 def whole_message(text: str, finish: FinishReason, calling: str) -> dict[str, Any]:
     choice = choice_for(calling, streamed=False)
-    body = MessagesAnswer("msg-1", "m", choice, 99, "r1").whole([(choice, events_of(text, (), finish))])
+    body = MessagesAnswer("msg-1", "m", 99, "r1", choices=[choice]).whole([(choice, events_of(text, (), finish))])
     assert isinstance(body, bytes)
     return without_ids(json.loads(body))
 
@@ -90,7 +90,7 @@ def response_stream(
 ) -> list[dict[str, Any]]:
     """The events of an answer; with ``failing_after`` it fails after that many tokens."""
     choice = choice_for(calling, streamed=True)
-    answer = ResponsesAnswer("-1", 0, RESPONSES, choice)
+    answer = ResponsesAnswer("-1", 0, RESPONSES, choices=[choice])
     written = answer.opening(choice)
     for event in events_of(text, cuts, finish)[:failing_after]:
         written += answer.events(choice, [event])
@@ -101,7 +101,7 @@ def response_stream(
 
 def whole_response(text: str, finish: FinishReason, calling: str) -> dict[str, Any]:
     choice = choice_for(calling, streamed=False)
-    body = ResponsesAnswer("-1", 0, RESPONSES, choice).whole([(choice, events_of(text, (), finish))])
+    body = ResponsesAnswer("-1", 0, RESPONSES, choices=[choice]).whole([(choice, events_of(text, (), finish))])
     assert isinstance(body, bytes)
     read: dict[str, Any] = json.loads(body)
     return read

@@ -352,7 +352,7 @@ def test_the_answers_are_those_of_lmis_own_code(
         theirs += write(output)
 
     sent = read_lmi(json.dumps({"model": "m", "inputs": "hi", "parameters": parameters}).encode()).sent
-    answer = LmiAnswer(sent, [Choice(0, [1])], content_types(b"text/event-stream" if kind == "sse" else b""))
+    answer = LmiAnswer(sent, content_types(b"text/event-stream" if kind == "sse" else b""), choices=[Choice(0, [1])])
     (choice,) = answer.choices
     ours = answer.whole([(choice, events)]) if kind == "json" else answer.events(choice, events)
     assert isinstance(ours, bytes)
@@ -384,7 +384,7 @@ def details_of(last: TokenEvent, **parameters: Any) -> tuple[Any, list[Any]]:
     """The whole answer of two tokens, and the lines of its stream."""
     request = {"model": "m", "inputs": "hi", "parameters": {"details": True, **parameters}}
     sent = read_lmi(json.dumps(request).encode()).sent
-    whole, stream = (LmiAnswer(sent, [Choice(0, [1])], frozenset()) for _ in range(2))
+    whole, stream = (LmiAnswer(sent, frozenset(), choices=[Choice(0, [1])]) for _ in range(2))
     events = [event("a", 5), last]
     lines = stream.events(stream.choices[0], events).splitlines()
     body = whole.whole([(whole.choices[0], events)])
