@@ -31,7 +31,7 @@ from orchestrator.gateway.openai.errors import ApiError
 from orchestrator.gateway.openai.protocol import Chat, ChatRequest, TokenizeChatRequest
 from orchestrator.gateway.openapi import ANTHROPIC, GatewayRoute, openapi
 from orchestrator.gateway.received import ReceivedFiles, ReceivedKeys
-from orchestrator.gateway.request_log import LiveRequestLog, RequestLog
+from orchestrator.gateway.request_log import RequestLog, cancel
 from orchestrator.gateway.sagemaker import SageMaker
 from orchestrator.gateway.served_models import ServedModels
 from orchestrator.gateway.serving.model_queue import ModelQueue
@@ -73,7 +73,7 @@ class Gateway:
         id = uuid.uuid4().hex[:8]
         home = Home(Path(settings.home))
         files = ReceivedFiles(home.received, settings.fleet) if settings.place else None
-        self._keys = ReceivedKeys(controller, files)
+        self.keys = ReceivedKeys(controller, files)
         self.gate = Authenticator(settings, KeyFile(home.keys) if files is None else KeyFile(files.keys, required=True))
         self.metrics = GatewayMetrics()
         self._limits = KeyLimits()
@@ -85,8 +85,7 @@ class Gateway:
         self.models = ModelCards(self.served)
         self._recorder = RequestRecorder(home.traces, id)
         self._log = RequestLog(self.gate, self.metrics, self._recorder, with_texts=settings.log_prompts)
-        self._live_requests = LiveRequestLog()
-        self.server = HttpServer(settings, self.handle, self._ended, self.gate.early, body_of=self._error_body)
+        self.server = HttpServer(settings, self.handle, self._log.ended, self.gate.early, body_of=self._error_body)
         self.certificate_expires: float | None = None  # seconds since the epoch
         self.listens = False  # a spare gateway does not yet
         self.clock = AwakeClock()
@@ -95,14 +94,6 @@ class Gateway:
         self._controller_families: list[MetricFamily] = []  # from its last answer
         self._controller_families_at: float | None = None  # monotonic
         self.sagemaker = SageMaker(controller, self.served, self._invoked, limited=settings.sagemaker)
-
-    async def follow_keys(self) -> None:
-        """Receives the keys, until cancelled."""
-        await self._keys.follow()
-
-    async def wait_for_keys(self, within_s: float) -> None:
-        """Returns when the first keys have arrived, or after ``within_s``."""
-        await self._keys.wait(within_s)
 
     async def report(self) -> None:
         """Reports the demand to the controller once a second, until cancelled. Reports are lost while it is down; each
@@ -118,8 +109,18 @@ class Gateway:
                 continue
             reported_at = now
             usage = self._limits.report(now)
-            about = {**self._about_this_gateway(), **self._about_requests(), "usage": usage}
-            report = msgspec.structs.replace(report, **about)
+            age_s = self.served.routes_age_s
+            report = msgspec.structs.replace(
+                report,
+                place=self._settings.place,
+                version=corewright_version(),
+                address=self._settings.url if self.listens else "",
+                unready=self._unready() or "",
+                routes_age_s=None if age_s is None else round(age_s, 3),
+                loads=self.metrics.loads(),
+                requests=self._log.live(self.served.queues.values()),
+                usage=usage,
+            )
             try:
                 reply = await asyncio.wait_for(self._controller.demand(report), REPORT_DEADLINE_S)
             except (ControllerAway, asyncio.TimeoutError) as error:
@@ -131,34 +132,15 @@ class Gateway:
                 heard_at = now
                 self._follow(reply)
                 self._limits.charge(reply.usage, self.gate.keys, time.monotonic())
-            self._log.keep(now)
+            self._log.write(now)
             self._tokenizers.sweep(now)
-
-    def _about_this_gateway(self) -> dict[str, Any]:
-        """Returns the fields of a report that say where this gateway is, and how it is."""
-        settings, age_s = self._settings, self.served.routes_age_s
-        return {
-            "place": settings.place,
-            "version": corewright_version(),
-            "address": settings.url if self.listens else "",
-            "unready": self._unready() or "",
-            "routes_age_s": None if age_s is None else round(age_s, 3),
-        }
-
-    def _about_requests(self) -> dict[str, Any]:
-        """Returns the fields of a report that are for operators."""
-        return {"loads": self.metrics.loads(), "requests": self._live_requests.take(self.served.queues.values())}
 
     def _follow(self, reply: DemandReply) -> None:
         """Does what operators request of this gateway."""
-        self._live_requests.watched = reply.watched
+        self._log.watched = reply.watched
         for queue in self.served.queues.values():
             queue.watched = reply.watched
-        self._live_requests.cancel(self.served.queues.values(), reply.cancelled)
-
-    def _ended(self, exchange: Exchange) -> None:
-        self._log.ended(exchange)
-        self._live_requests.ended(exchange)
+        cancel(self.served.queues.values(), reply.cancelled)
 
     async def join(self) -> bool:
         """Joins the fleet's gateways; returns False when all their places are taken."""
@@ -173,10 +155,10 @@ class Gateway:
         """True when the input from the last pause of this process has been read."""
         return self.clock() - self.clock.resumed_at() >= SETTLE_S
 
-    async def keep(self) -> None:
+    async def beat(self) -> None:
         """Writes the heartbeat and checks the other gateways. To be called several times a second."""
         try:
-            await self._peers.keep()
+            await self._peers.beat()
         except OSError as error:  # a full disk, or too many open files: it can serve without
             log.debug("cannot write the heartbeat: %s", error)
 

@@ -109,10 +109,10 @@ class Generation:
         """Returns what ``work`` does, which tokenizes the exchange's body. A key with limits is charged beforehand by
         the length of the body, and the charge stays if ``work`` rejects the body. Raises ApiError."""
         key, size = exchange.key, len(exchange.request.body)
-        charges = key is not None and key.limited and exchange.route.charged and exchange.grant is None
+        charged = key if exchange.route.charged and exchange.grant is None and key is not None and key.limited else None
         try:
-            if charges:
-                exchange.grant = self._limits.take(key, size // BYTES_OF_TOKEN, time.monotonic(), least=0)
+            if charged is not None:
+                exchange.grant = self._limits.take(charged, size // BYTES_OF_TOKEN, time.monotonic(), least=0)
                 exchange.grant.least = exchange.grant.reserved
             return await self._threads.run("" if key is None else key.id, size, work, queue.name)
         except TokenizerFault as fault:
@@ -121,8 +121,8 @@ class Generation:
         except TokenizerBusy as busy:
             raise errors.tokenizer_busy(queue.name, busy) from None
         except ApiError:
-            if charges:
-                exchange.add_headers(self._limits.headers(key, time.monotonic()))
+            if charged is not None:
+                exchange.add_headers(self._limits.headers(charged, time.monotonic()))
             raise
 
     def read_again(self, queue: ModelQueue) -> None:

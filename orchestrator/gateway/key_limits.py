@@ -34,9 +34,8 @@ class Grant:
 
     __slots__ = ("_at", "_key", "_limits", "least", "reserved")
 
-    def __init__(self, limits: KeyLimits | None, key: ApiKey | None, reserved: int, at: float) -> None:
-        """Without ``limits`` there is nothing to settle."""
-        self._limits = limits
+    def __init__(self, limits: KeyLimits, key: ApiKey, reserved: int, at: float) -> None:
+        self._limits: KeyLimits | None = limits  # None: settled
         self._key = key
         self._at = at
         self.reserved = reserved  # tokens
@@ -45,14 +44,9 @@ class Grant:
     def settle(self, tokens_used: int, now: float) -> None:
         """Returns the place and the unused tokens to the key; a second call does nothing. ``now`` in monotonic
         seconds."""
-        limits, key = self._limits, self._key
-        if limits is None or key is None:
-            return
-        self._limits = None
-        limits.release(key, self.reserved, max(tokens_used, self.least), self._at, now)
-
-
-FREE = Grant(None, None, 0, 0.0)  # of a key without limits
+        limits, self._limits = self._limits, None
+        if limits is not None:
+            limits.release(self._key, self.reserved, max(tokens_used, self.least), self._at, now)
 
 
 class KeyLimits:
@@ -66,14 +60,12 @@ class KeyLimits:
         self._live_elsewhere: dict[str, int] = {}  # requests at other gateways, by key
         self._pruned_at = 0.0
 
-    def take(self, key: ApiKey | None, tokens: int, now: float, *, least: int | None = None) -> Grant:
+    def take(self, key: ApiKey, tokens: int, now: float, *, least: int | None = None) -> Grant:
         """Reserves for one request: a place, 1 request, and ``tokens``, the prompt and all that it may generate. For a
         client that sets no maximum, ``least`` is the prompt alone: the reservation is then at most a minute's worth,
         and what the answer uses beyond it becomes debt. ``now`` in monotonic seconds.
 
         Raises ApiError, and reserves nothing: 429 when there is not enough now, 400 when there never will be."""
-        if key is None or not key.limited:
-            return FREE
         per_minute = key.tokens_per_minute
         if least is not None and per_minute is not None and least <= per_minute < tokens:
             tokens = per_minute

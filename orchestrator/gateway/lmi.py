@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 from msgspec import Meta
 
-from orchestrator.gateway.http.exchange import JSON, Exchange, checked
+from orchestrator.gateway.http.exchange import JSON, Exchange, decoded
 from orchestrator.gateway.openai import body_reader
 from orchestrator.gateway.openai.answers import EVENTS, AnswerWriter, Choice
 from orchestrator.gateway.openai.errors import ApiError, invalid, renamed
@@ -26,10 +26,13 @@ NEW_TOKENS = 30  # LMI's default of max_new_tokens
 _encode = msgspec.json.encode
 
 
-class Parameters(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The parameters of a request. Values are checked as those of a completion."""
+_NAMES = {"max_tokens": "max_new_tokens", "stop": "stop_sequences", "ignore_eos": "ignore_eos_token"}  # LMI's own
 
-    max_new_tokens: int | None = None
+
+class Parameters(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, rename=_NAMES):
+    """The parameters of a request, with the names of a completion's fields. Values are checked as those of one."""
+
+    max_tokens: int | None = None
     do_sample: bool | None = None  # default false
     temperature: float | None = None
     top_k: int | None = None
@@ -40,9 +43,9 @@ class Parameters(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     frequency_penalty: float | None = None
     no_repeat_ngram_size: int | None = None
     seed: int | None = None
-    stop_sequences: str | list[str] | None = None
+    stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
-    ignore_eos_token: bool | None = None
+    ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     return_full_text: bool = False
     details: bool = False
@@ -57,20 +60,7 @@ class LmiRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     stream: bool = False
 
 
-_PARAMS = {
-    "max_new_tokens": "max_tokens",
-    "stop_sequences": "stop",
-    "ignore_eos_token": "ignore_eos",
-    "min_p": "min_p",
-    "top_p": "top_p",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-    "no_repeat_ngram_size": "no_repeat_ngram_size",
-    "repetition_penalty": "repetition_penalty",
-    "seed": "seed",
-    "stop_token_ids": "stop_token_ids",
-    "skip_special_tokens": "skip_special_tokens",
-}
+_OWN = ("do_sample", "return_full_text", "details")  # parameters without a field of completions
 
 
 class LmiCompletion(CompletionRequest, kw_only=True):
@@ -78,7 +68,7 @@ class LmiCompletion(CompletionRequest, kw_only=True):
 
     sent: LmiRequest
     names: ClassVar[Mapping[str, str]] = MappingProxyType(  # of the fields of completions
-        {"prompt": "inputs", "n": "inputs", **{ours: theirs for theirs, ours in _PARAMS.items()}}
+        {"prompt": "inputs", "n": "inputs", **_NAMES}
     )
 
     @property
@@ -108,10 +98,7 @@ def joined_lines(body: bytes) -> bytes:
     joined: dict[str, Any] = {}
     inputs: list[Any] = []
     for number, line in enumerate(lines, 1):
-        try:
-            fields = msgspec.json.decode(checked(line), type=dict[str, Any])
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise invalid(f"The body, line {number}: {error}") from None
+        fields = decoded(line, dict[str, Any], f"The body, line {number}")
         if "inputs" not in fields:
             raise invalid(f"The body, line {number}: each of several lines must have `inputs`.", param="inputs")
         own = fields.pop("inputs")
@@ -132,11 +119,12 @@ def read_lmi(body: bytes) -> LmiCompletion:
     parameters = sent.parameters
     if sent.stream and isinstance(sent.inputs, list) and len(sent.inputs) > 1:
         raise invalid("stream: only one input can be streamed", param="stream")
-    fields: dict[str, Any] = {ours: getattr(parameters, theirs) for theirs, ours in _PARAMS.items()}
+    fields: dict[str, Any] = {
+        name: getattr(parameters, name) for name in parameters.__struct_fields__ if name not in _OWN
+    }
     fields["temperature"] = (
         (1.0 if parameters.temperature is None else parameters.temperature) if parameters.do_sample else 0.0
     )
-    fields["top_k"] = parameters.top_k
     fields["logprobs"] = 0 if parameters.details else None
     completion = {name: value for name, value in fields.items() if value is not None}
     encoded = _encode({"model": sent.model, "prompt": sent.inputs, "stream": sent.stream, **completion})

@@ -7,7 +7,7 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from orchestrator.gateway.authenticator import Authenticator
 from orchestrator.gateway.http.exchange import Exchange
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+MAX_LIVE_REQUESTS = 200  # in one report, of the open ones and of those that have ended
 UNAUTHENTICATED_LOG_S = 10.0  # between two log lines about requests without a valid key
 CLIENT_GONE = 499  # nginx's status for a client that disconnected before the answer
 
@@ -43,6 +44,8 @@ class RequestLog:
         self._with_texts = with_texts
         self._unauthenticated: Counter[int] = Counter()  # by status, requests without a valid key, not logged yet
         self._unauthenticated_at = -math.inf  # their last log line (monotonic)
+        self.watched = False  # an operator looks at the requests
+        self._ended: deque[LiveRequest] = deque(maxlen=MAX_LIVE_REQUESTS)
         self._epoch = time.time() - time.monotonic()  # add to a monotonic time to get seconds since the epoch
 
     def ended(self, exchange: Exchange) -> None:
@@ -61,8 +64,38 @@ class RequestLog:
             self._metrics.refused(None if note is None else note.model, exchange.status, exchange.code)
         if note is not None and note.overhead_s is not None:
             self._metrics.overhead(note.overhead_s)
+        if note is not None and self.watched:
+            self._ended.append(
+                _live(
+                    exchange,
+                    request=exchange.id,
+                    model=note.model,
+                    queue_s=note.queue_s,
+                    replica=note.replica,
+                    prompt_tokens=note.prompt_tokens,
+                    tokens=note.completion_tokens,
+                    decision=note.decision,
+                    ended=exchange.code or note.reason or "cancelled",
+                )
+            )
 
-    def keep(self, now: float) -> None:
+    def live(self, queues: Iterable[ModelQueue]) -> list[LiveRequest]:
+        """Returns the open requests, at most ``MAX_LIVE_REQUESTS``, and those that have ended since the last call; none
+        while they are not ``watched``."""
+        if not self.watched:
+            return []
+        now = time.monotonic()
+        tickets = ((queue, ticket) for queue in queues for ticket in _tickets(queue))
+        live: dict[str, LiveRequest] = {}
+        for queue, ticket in tickets:
+            if len(live) == MAX_LIVE_REQUESTS:
+                break
+            live.setdefault(ticket.x_request_id, _open(queue, ticket, now))
+        ended = list(self._ended)
+        self._ended.clear()
+        return [*live.values(), *ended]
+
+    def write(self, now: float) -> None:
         """Writes what has been collected. To be called about once a second; ``now`` in monotonic seconds."""
         self._recorder.write_soon()
         self._epoch = time.time() - time.monotonic()  # the machine's clock may have been set
@@ -109,56 +142,11 @@ class RequestLog:
         )
 
 
-MOST = 200  # requests in one report, of the open ones and of those that have ended
-
-
-class LiveRequestLog:
-    """Collects what a report says of the requests; nothing while it is not ``watched``."""
-
-    def __init__(self) -> None:
-        self.watched = False
-        self._ended: deque[LiveRequest] = deque(maxlen=MOST)
-
-    def ended(self, exchange: Exchange) -> None:
-        """Keeps an exchange that is over for the next report."""
-        note: Note | None = exchange.note
-        if not self.watched or note is None:
-            return
-        self._ended.append(
-            LiveRequest(
-                request=exchange.id,
-                model=note.model,
-                key=_key(exchange),
-                age_s=_age_s(exchange),
-                queue_ms=round(note.queue_s * 1000, 1),
-                replica=note.replica or "",
-                prompt_tokens=note.prompt_tokens,
-                tokens=note.completion_tokens,
-                decision=note.decision,
-                ended=exchange.code or note.reason or "cancelled",
-            )
-        )
-
-    def take(self, queues: Iterable[ModelQueue]) -> list[LiveRequest]:
-        """Returns the open requests, at most ``MOST``, and those that have ended since the last call."""
-        if not self.watched:
-            return []
-        now = time.monotonic()
-        shown: dict[str, LiveRequest] = {}
-        for queue in queues:
-            for ticket in _tickets(queue):
-                if len(shown) == MOST:
-                    break
-                shown.setdefault(ticket.x_request_id, _open(queue, ticket, now))
-        ended = list(self._ended)
-        self._ended.clear()
-        return [*shown.values(), *ended]
-
-    def cancel(self, queues: Iterable[ModelQueue], requests: Iterable[str]) -> None:
-        """Ends requests with an error, by their ids in the answers."""
-        cancelled = set(requests)
-        for ticket in [each for queue in queues for each in _tickets(queue) if each.x_request_id in cancelled]:
-            cast(ClientReply, ticket.sink).fail(errors.request_cancelled())
+def cancel(queues: Iterable[ModelQueue], requests: Iterable[str]) -> None:
+    """Ends requests with an error, by their ids in the answers."""
+    cancelled = set(requests)
+    for ticket in [each for queue in queues for each in _tickets(queue) if each.x_request_id in cancelled]:
+        cast(ClientReply, ticket.sink).fail(errors.request_cancelled())
 
 
 def _tickets(queue: ModelQueue) -> Iterator[Ticket]:
@@ -169,25 +157,24 @@ def _tickets(queue: ModelQueue) -> Iterator[Ticket]:
 
 
 def _open(queue: ModelQueue, ticket: Ticket, now: float) -> LiveRequest:
-    exchange = cast(ClientReply, ticket.sink).exchange
-    stream = ticket.stream
-    until = stream.sent_at if stream.link is not None else now
-    return LiveRequest(
+    link = ticket.stream.link
+    return _live(
+        cast(ClientReply, ticket.sink).exchange,
         request=ticket.x_request_id,
         model=queue.name,
-        key=_key(exchange),
-        age_s=_age_s(exchange),
-        queue_ms=round((until - ticket.arrived_at) * 1000, 1),
-        replica="" if stream.link is None else stream.link.route.id,
+        queue_s=(now if link is None else ticket.stream.sent_at) - ticket.arrived_at,
+        replica=None if link is None else link.route.id,
         prompt_tokens=ticket.tokens,
-        tokens=stream.produced,
+        tokens=ticket.stream.produced,
         decision=ticket.decision,
     )
 
 
-def _key(exchange: Exchange) -> str:
-    return "" if exchange.key is None else exchange.key.name
-
-
-def _age_s(exchange: Exchange) -> float:
-    return round(time.monotonic() - exchange.request.received_at, 3)
+def _live(exchange: Exchange, *, queue_s: float, replica: str | None, **fields: Any) -> LiveRequest:
+    return LiveRequest(
+        key="" if exchange.key is None else exchange.key.name,
+        age_s=round(time.monotonic() - exchange.request.received_at, 3),
+        queue_ms=round(queue_s * 1000, 1),
+        replica=replica or "",
+        **fields,
+    )

@@ -17,7 +17,7 @@ import msgspec
 
 from orchestrator.fleet.hosting import Hosting
 from orchestrator.gateway.controller_client import ControllerAway, ControllerClient, ControllerFailed
-from orchestrator.gateway.http.exchange import JSON, Exchange, checked
+from orchestrator.gateway.http.exchange import JSON, Exchange, decoded
 from orchestrator.gateway.lmi import INVOCATIONS, LINES, content_types, joined_lines
 from orchestrator.gateway.openai import errors
 from orchestrator.gateway.openai.errors import ApiError
@@ -94,10 +94,7 @@ class SageMaker:
             request.body, request.headers[b"content-type"] = joined_lines(request.body), JSON
         elif JSON not in kinds:
             raise errors.wrong_content_type(request.headers[b"content-type"].decode("latin-1"), LINES.decode())
-        try:
-            body = msgspec.json.decode(checked(request.body), type=Json)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise errors.invalid(f"The body: {error}") from None
+        body = decoded(request.body, Json, "The body")
         path = next((route for field, route in ROUTES_BY_FIELD.items() if field in body), None)
         if path is None:
             raise errors.invalid(f"The body has none of the fields {', '.join(ROUTES_BY_FIELD)}.")
@@ -122,10 +119,7 @@ class SageMaker:
     # Models
 
     async def load(self, exchange: Exchange) -> None:
-        try:
-            request = msgspec.json.decode(checked(exchange.request.body), type=LoadRequest)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise errors.invalid(f"The body: {error}") from None
+        request = decoded(exchange.request.body, LoadRequest, "The body")
         hosting = await self._hosting(request)
         if hosting.status != 200:
             raise _refusal(hosting)

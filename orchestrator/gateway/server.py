@@ -106,7 +106,7 @@ class GatewayServer:
         self._stopping = asyncio.Event()
         works = (
             self.gateway.served.follow(),
-            self.gateway.follow_keys(),
+            self.gateway.keys.follow(),
             self.gateway.report(),
             self._listen_and_sweep(),
         )
@@ -131,14 +131,14 @@ class GatewayServer:
         Waits for the first routes, for up to ``FIRST_ROUTES_S``: another gateway may have the same port, and can answer
         what this one would have to reject."""
         await asyncio.gather(
-            self.gateway.served.wait_for_routes(FIRST_ROUTES_S), self.gateway.wait_for_keys(FIRST_ROUTES_S)
+            self.gateway.served.wait_for_routes(FIRST_ROUTES_S), self.gateway.keys.wait(FIRST_ROUTES_S)
         )
         for turn in itertools.count():
             if await self.gateway.join():
                 break
             self._started.set()  # the spare: ready, but it does not listen yet
             if turn % KEEP_EACH == 0:
-                await self.gateway.keep()
+                await self.gateway.beat()
             await asyncio.sleep(SEAT_POLL_S)
         self.gateway.gate.refresh()
         if self._certificates is not None:
@@ -148,7 +148,7 @@ class GatewayServer:
         try:
             while True:
                 await asyncio.sleep(SWEEP_S)
-                await self.gateway.keep()
+                await self.gateway.beat()
                 if self.gateway.settled:
                     self._http.sweep(time.monotonic())
                 self.gateway.gate.refresh()

@@ -7,11 +7,11 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from orchestrator.gateway.openai.errors import ApiError
+from orchestrator.gateway.openai.errors import ApiError, invalid
 
 if TYPE_CHECKING:
     from orchestrator.access.keys import ApiKey
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 
 Headers = Sequence[tuple[bytes, bytes]]
+T = TypeVar("T")
 JSON = b"application/json"
 _STATUS = {status.value: b"HTTP/1.1 %d %s\r\n" % (status.value, status.phrase.encode()) for status in http.HTTPStatus}
 _encode = msgspec.json.encode
@@ -168,3 +169,11 @@ def checked(data: bytes) -> bytes:
     if max(accumulate(array("b", steps)), default=0) > MAX_DEPTH:
         raise msgspec.DecodeError(f"lists and objects in more than {MAX_DEPTH} levels")
     return data
+
+
+def decoded(data: bytes, kind: type[T], subject: str, param: str | None = None) -> T:
+    """Returns JSON as a value of that type. Raises ApiError 400 for other data, and for JSON over a limit."""
+    try:
+        return msgspec.json.decode(checked(data), type=kind)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        raise invalid(f"{subject}: {error}", param=param) from None

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from orchestrator.access.keys import MOST_PRIORITY
-from orchestrator.gateway.http.exchange import checked
+from orchestrator.gateway.http.exchange import decoded
 from orchestrator.gateway.openai.errors import invalid
 from orchestrator.gateway.openai.schemas import schema_text
 
@@ -131,10 +131,8 @@ def _call_for_template(call: ToolCall, where: str) -> dict[str, Any]:
     if length > MAX_ARGUMENTS:
         message = f"the characters of {where}.function.arguments: {length} exceeds the limit of {MAX_ARGUMENTS}"
         raise invalid(message, param="messages")
-    try:
-        arguments = msgspec.json.decode(checked(call.function.arguments.strip().encode()) or b"{}", type=dict[str, Any])
-    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        raise invalid(f"{where}.function.arguments: not a JSON object: {error}", param="messages") from None
+    text = call.function.arguments.strip().encode() or b"{}"
+    arguments = decoded(text, dict[str, Any], f"{where}.function.arguments: not a JSON object", "messages")
     fields: dict[str, Any] = {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}
     return fields if call.id is None else {"id": call.id, **fields}
 

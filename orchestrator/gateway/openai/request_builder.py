@@ -303,8 +303,14 @@ def write_count(request: TokenizeChatRequest, tokenizer: PromptTokenizer, max_le
 
 
 def write_detokenized(request: DetokenizeRequest, tokenizer: PromptTokenizer, max_len: int) -> tuple[bytes, int]:
-    """Returns the answer and how many tokens it cost. Raises ApiError 400."""
-    return msgspec.json.encode(detokenized(request, tokenizer, max_len)), len(request.tokens)
+    """Decodes token ids; returns the answer and how many tokens it cost. Raises ApiError 400 for too many ids, and for
+    ids outside the vocabulary."""
+    if len(request.tokens) > (most := max(max_len, MOST_TOKENS)):
+        raise too_many_tokens("tokens", len(request.tokens), most)
+    highest = tokenizer.vocab_size - 1
+    if (id := max(request.tokens, default=0)) > highest:
+        raise invalid(f"tokens: {id} is not a token id of this model (0 to {highest})", param="tokens")
+    return msgspec.json.encode(Detokenized(tokenizer.decode(request.tokens))), len(request.tokens)
 
 
 def tokenized(
@@ -325,13 +331,3 @@ def tokenized(
     except ValueError as error:
         raise invalid(f"prompt: {error}", param="prompt") from None
     return Tokenized(len(ids), max_len, ids, tokenizer.tokens(ids) if request.return_token_strs else None)
-
-
-def detokenized(request: DetokenizeRequest, tokenizer: PromptTokenizer, max_len: int) -> Detokenized:
-    """Decodes token ids. Raises ApiError 400 for too many ids, and for ids outside the vocabulary."""
-    if len(request.tokens) > (most := max(max_len, MOST_TOKENS)):
-        raise too_many_tokens("tokens", len(request.tokens), most)
-    highest = tokenizer.vocab_size - 1
-    if (id := max(request.tokens, default=0)) > highest:
-        raise invalid(f"tokens: {id} is not a token id of this model (0 to {highest})", param="tokens")
-    return Detokenized(tokenizer.decode(request.tokens))

@@ -133,7 +133,7 @@ class Peers:
         if before is not None:
             before.close()
 
-    async def keep(self) -> None:
+    async def beat(self) -> None:
         """Writes the heartbeat, listens again if the socket's path is gone, and kills hung gateways. To be called
         several times a second, by the spare gateway too. Raises OSError."""
         if self._lock is not None:

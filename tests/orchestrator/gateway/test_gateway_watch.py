@@ -28,7 +28,7 @@ async def live():
     assert await peers.join()
     print("joined", flush=True)
     while True:
-        await peers.keep()
+        await peers.beat()
         await asyncio.sleep(0.02)
         if Path(sys.argv[1], "spin").exists():
             deadline = time.monotonic() + 1.5
@@ -97,7 +97,7 @@ async def watch(spare: Peers, process: subprocess.Popen[str], seconds: float) ->
     """Until the process has ended: after how many seconds. None: it lives."""
     began = time.monotonic()
     while (passed := time.monotonic() - began) < seconds:
-        await spare.keep()
+        await spare.beat()
         if process.poll() is not None:
             return passed
         await asyncio.sleep(0.02)
@@ -129,7 +129,7 @@ async def test_a_gateway_that_computes_for_a_while_is_not_killed(
     (tmp_path / "spin").touch()
     busy = False
     while (tmp_path / "spin").exists():
-        await spare.keep()
+        await spare.beat()
         busy = busy or is_busy(other.pid)
         await asyncio.sleep(0.02)
     assert busy
@@ -146,7 +146,7 @@ async def test_the_gateways_find_each_other_after_their_sockets_were_removed(tmp
     sockets.rmdir()
     assert not await second.join()
     assert await second.fetch() == {}
-    await first.keep()
+    await first.beat()
     assert await second.fetch() == {"0": []}
     await first.leave()
 
@@ -155,7 +155,7 @@ async def test_a_gateway_that_has_left_is_not_watched(tmp_path: Path) -> None:
     """It may still flush its traces for longer than a gateway hangs."""
     peers = Peers(tmp_path, list, 1)
     assert await peers.join()
-    await peers.keep()
+    await peers.beat()
     assert GatewayBeat.read(tmp_path / "0.lock") is not None
     await peers.leave()
     assert GatewayBeat.read(tmp_path / "0.lock") is None

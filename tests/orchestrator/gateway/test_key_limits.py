@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from orchestrator.access.keys import Allowance, ApiKey, KeyFile, KeyRing
 from orchestrator.access.rate_limits import Exceeded, KeyCounts, reserve
 from orchestrator.fleet.key_usage import KeyUsageExchange
-from orchestrator.gateway.key_limits import FREE, KeyLimits
+from orchestrator.gateway.key_limits import KeyLimits
 from orchestrator.gateway.openai.errors import ApiError
 from orchestrator.process.home import Home
 from tests.fleet import until
@@ -44,13 +44,10 @@ def limit_headers(limits: KeyLimits, of: ApiKey, now: float = NOW) -> dict[str, 
     return {name.decode(): value.decode() for name, value in limits.headers(of, now)}
 
 
-def test_a_key_without_limits_costs_nothing() -> None:
-    """Nothing is counted or reported."""
+def test_a_key_without_limits_has_no_headers_about_them() -> None:
     limits = KeyLimits()
-    assert limits.take(None, 10**9, NOW) is limits.take(key(weight=3.0), 10**9, NOW) is FREE
-    FREE.settle(10**9, NOW)
+    assert not key(weight=3.0).limited
     assert (limits.headers(None, NOW), limits.headers(key(), NOW)) == ((), ())
-    assert limits.report(NOW) == []
 
 
 def test_a_client_gets_its_limits_in_openais_headers() -> None:
