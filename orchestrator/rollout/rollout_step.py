@@ -109,52 +109,167 @@ class Goal:
     steps: Mapping[str, ModelStep] = field(default_factory=lambda: MappingProxyType({}))
 
 
-def step(
-    desired: DesiredModel,
-    current: Sequence[ReplicaView],
-    old: Sequence[ReplicaView],
-    leaving: int = 0,
-    evacuates: bool = False,
-    urgent: bool = False,
-) -> ModelStep:
-    """Returns the next step of one model. ``leaving`` counts old replicas that drain or stop already.
+@dataclass(frozen=True)
+class StepCase:
+    """What the next step of one model depends on.
 
-    A ready old replica stays until enough others serve: the desired number with surge, one fewer with in_place.
-    ``evacuates``: old replicas only leave their hosts, and stay until successors serve elsewhere. ``urgent``: a host
-    with old replicas ends soon, so all their successors start at once.
+    ``leaving`` counts old replicas that drain or stop already. ``evacuates``: old replicas only leave their hosts, and
+    stay until successors serve elsewhere. ``urgent``: a host with old replicas ends soon.
     """
-    ready = sum(view.state is State.READY for view in current)
-    alive = len(current)
-    done = ModelStep((), desired.count, len(old) + leaving, alive, ready)
-    restores = desired.former is not None and (desired.canary or (desired.frozen and (bool(old) or not ready)))
-    if not old and not restores:
-        return done
-    best_first = sorted(old, key=lambda view: (view.state is not State.READY, view.replica))
-    missing = desired.count - len(old)
-    waits = desired.awaited and desired.strategy != "surge"
-    spare = 0 if desired.strategy == "surge" or evacuates else 1
-    if desired.canary and restores:
-        comes = min(desired.count, alive if desired.frozen or waits else 1, 1)
-        promised = max(desired.count - spare * comes, min(desired.count, 1))
-        keep = best_first[:promised]
-        return replace(done, keep=tuple(keep), count=comes, lost=promised - len(keep))
-    if desired.frozen or waits:  # versions are frozen, counts may still change
-        keep = best_first[: max(0, desired.count - ready)]
-        count, lost = max(alive, missing), 0
-        if restores:
-            count = alive
-            lost = max(0, desired.count - len(keep) - sum(view.state is not State.FAILED for view in current))
-        count = min(desired.count, count)
-        return replace(done, keep=tuple(keep), count=count, lost=lost, serves_old=not desired.mixes)
-    if desired.canary:
-        keep = best_first[: max(0, desired.count - spare)]
-        return replace(done, keep=tuple(keep), count=min(desired.count, max(1, missing)))
-    if not desired.mixes:
-        keep = best_first if spare == 0 and ready < desired.count else []
-        return replace(done, keep=tuple(keep[: desired.count]), serves_old=bool(keep))
-    keep = best_first[: max(0, desired.count - ready - spare)]
-    count = desired.count if urgent else min(desired.count, max(alive, ready + 1, missing))
-    return replace(done, keep=tuple(keep), count=count)
+
+    desired: DesiredModel
+    current: Sequence[ReplicaView]
+    old: Sequence[ReplicaView]
+    leaving: int = 0
+    evacuates: bool = False
+    urgent: bool = False
+
+    @property
+    def wanted(self) -> int:
+        return self.desired.count
+
+    @property
+    def alive(self) -> int:
+        return len(self.current)
+
+    @property
+    def ready(self) -> int:
+        return sum(view.state is State.READY for view in self.current)
+
+    @property
+    def missing(self) -> int:
+        """The replicas that the old ones leave to current ones."""
+        return self.wanted - len(self.old)
+
+    @property
+    def spare(self) -> int:
+        """The replicas that may be absent during an update: one with in_place, none with surge."""
+        return 0 if self.desired.strategy == "surge" or self.evacuates else 1
+
+    @property
+    def waits(self) -> bool:
+        """True while the versions of the replicas must not change: paused, or hosts are prepared for new ones."""
+        return self.desired.frozen or (self.desired.awaited and self.desired.strategy != "surge")
+
+    @property
+    def restores(self) -> bool:
+        """True if lost old replicas restart in the former version."""
+        frozen = self.desired.frozen and (bool(self.old) or not self.ready)
+        return self.desired.former is not None and (self.desired.canary or frozen)
+
+    @property
+    def canaries(self) -> int:
+        """The current replicas of a canary whose former version is known: one, or while it waits, one that exists."""
+        return min(self.wanted, self.alive if self.waits else 1, 1)
+
+    @property
+    def canary_keeps(self) -> int:
+        """The replicas of the former version beside such a canary: at least one."""
+        return max(self.wanted - self.spare * self.canaries, min(self.wanted, 1))
+
+    @property
+    def unfailed(self) -> int:
+        """The current replicas that serve or will."""
+        return sum(view.state is not State.FAILED for view in self.current)
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """A row of the table of steps: when it applies, how many old replicas stay, and how many current ones are desired.
+
+    ``lost`` is the number of old replicas that restart in the former version, and ``serves_old`` whether requests go to
+    old replicas only; both by the case and the number of replicas that stay.
+    """
+
+    number: int
+    when: str
+    applies: Callable[[StepCase], bool]
+    stay: Callable[[StepCase], int]
+    count: Callable[[StepCase], int]
+    lost: Callable[[StepCase, int], int] = lambda case, kept: 0
+    serves_old: Callable[[StepCase, int], bool] = lambda case, kept: False
+
+
+STEPS: tuple[StepRow, ...] = (
+    StepRow(
+        1,
+        "no replica is old, and none has to be restored",
+        lambda case: not case.old and not case.restores,
+        stay=lambda case: 0,
+        count=lambda case: case.wanted,
+    ),
+    StepRow(
+        2,
+        "a canary, and its former version is known",
+        lambda case: case.desired.canary and case.restores,
+        stay=lambda case: case.canary_keeps,
+        count=lambda case: case.canaries,
+        lost=lambda case, kept: case.canary_keeps - kept,
+    ),
+    StepRow(
+        3,
+        "a paused update, and its former version is known",
+        lambda case: case.waits and case.restores,
+        stay=lambda case: case.wanted - case.ready,
+        count=lambda case: case.alive,
+        lost=lambda case, kept: max(0, case.wanted - kept - case.unfailed),
+        serves_old=lambda case, kept: not case.desired.mixes,
+    ),
+    StepRow(
+        4,
+        "a paused update, or hosts are being prepared",
+        lambda case: case.waits,
+        stay=lambda case: case.wanted - case.ready,
+        count=lambda case: max(case.alive, case.missing),
+        serves_old=lambda case, kept: not case.desired.mixes,
+    ),
+    StepRow(
+        5,
+        "a canary without a known former version",
+        lambda case: case.desired.canary,
+        stay=lambda case: case.wanted - case.spare,
+        count=lambda case: max(1, case.missing),
+    ),
+    StepRow(
+        6,
+        "the versions cannot serve together",
+        lambda case: not case.desired.mixes,
+        stay=lambda case: case.wanted if case.spare == 0 and case.ready < case.wanted else 0,
+        count=lambda case: case.wanted,
+        serves_old=lambda case, kept: kept > 0,
+    ),
+    StepRow(
+        7,
+        "a host with old replicas ends soon",
+        lambda case: case.urgent,
+        stay=lambda case: case.wanted - case.ready - case.spare,
+        count=lambda case: case.wanted,
+    ),
+    StepRow(
+        8,
+        "any other update",
+        lambda case: True,
+        stay=lambda case: case.wanted - case.ready - case.spare,
+        count=lambda case: max(case.alive, case.ready + 1, case.missing),
+    ),
+)
+"""The next step of an update: the first row that applies counts. docs/updates.md has the same rows."""
+
+
+def step(case: StepCase) -> ModelStep:
+    """Returns the next step of one model by `STEPS`. Of old replicas, those that serve stay first."""
+    row = next(row for row in STEPS if row.applies(case))
+    best_first = sorted(case.old, key=lambda view: (view.state is not State.READY, view.replica))
+    keep = tuple(best_first[: max(0, row.stay(case))])
+    return ModelStep(
+        keep,
+        count=min(case.wanted, row.count(case)),
+        old=len(case.old) + case.leaving,
+        alive=case.alive,
+        ready=case.ready,
+        serves_old=row.serves_old(case, len(keep)),
+        lost=row.lost(case, len(keep)),
+    )
 
 
 def defer_displacements(
@@ -278,7 +393,7 @@ class _ReplicaGroups:
     def step(self, desired: DesiredModel) -> ModelStep:
         name = desired.model.name
         evacuates, urgent = name in self.evacuated, name in self.urgent
-        return step(desired, self.current[name], self.old[name], self.leaving[name], evacuates, urgent)
+        return step(StepCase(desired, self.current[name], self.old[name], self.leaving[name], evacuates, urgent))
 
 
 def compute_goal(situation: Situation, moves: int = 0, costs: Mapping[str, float] | None = None) -> Goal:

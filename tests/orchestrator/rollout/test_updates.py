@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
@@ -14,7 +15,7 @@ from orchestrator.api.refused import OperationRefused
 from orchestrator.fleet.replica_states import ModelState, State
 from orchestrator.fleet.snapshot import ReplicaView
 from orchestrator.records.journal import Journal, JournalUnwritable
-from orchestrator.rollout.rollout_step import DesiredModel, FormerVersion, step
+from orchestrator.rollout.rollout_step import STEPS, DesiredModel, FormerVersion, StepCase, step
 from placements.spec.parse import parse
 from placements.spec.schema import ModelSpec
 from tests.orchestrator.fakes import FakeCluster, Played, virtually
@@ -1046,8 +1047,8 @@ def test_a_canary_without_a_former_version_replaces_lost_old_replicas() -> None:
     """No revision was ever complete: of four, three were lost, and only the version under test is available."""
     old = lying(0, "old")
     wish = DesiredModel(MODEL, 4, "new", canary=True)
-    assert (step(wish, [], [old]).keep, step(wish, [], [old]).count) == ((old,), 3)
-    assert step(wish, [], [old] * 4).count == 1
+    assert (step(StepCase(wish, [], [old])).keep, step(StepCase(wish, [], [old])).count) == ((old,), 3)
+    assert step(StepCase(wish, [], [old] * 4)).count == 1
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -1060,8 +1061,15 @@ def test_a_canary_is_never_more_than_one_and_never_alone(
 ) -> None:
     """Whatever is lost: old replicas stay or restart, as many as the strategy promises."""
     wish = DesiredModel(MODEL, count, "new", strategy, canary=True, frozen=frozen, former=FormerVersion(MODEL, "old"))
-    next_step = step(wish, [lying(9, "new")] * alive, [lying(n, "old") for n in range(left)])
+    next_step = step(StepCase(wish, [lying(9, "new")] * alive, [lying(n, "old") for n in range(left)]))
     canaries = min(1, count) if not frozen else min(alive, count)
     assert next_step.count == canaries
     spare = canaries if strategy in ("in_place", "hold") else 0
     assert len(next_step.keep) + next_step.lost == max(count - spare, min(1, count))
+
+
+def test_the_docs_have_the_rows_of_the_steps() -> None:
+    """With the same numbers and conditions."""
+    page = (Path(__file__).parents[3] / "docs" / "updates.md").read_text()
+    rows = re.findall(r"^\| (\d) \| ([^|]+) \|", page, re.MULTILINE)
+    assert rows == [(str(row.number), row.when) for row in STEPS]
