@@ -34,7 +34,7 @@ PREFIX = "cw"
 ID_LENGTH = 8
 SECRET_LENGTH = 43  # characters: 32 random bytes in urlsafe base64
 TEXT_LENGTH = len(PREFIX) + 1 + ID_LENGTH + 1 + SECRET_LENGTH
-LONGEST_LIFE_S = 100 * 365.25 * 86400.0
+MAX_LIFE_S = 100 * 365.25 * 86400.0
 MAX_BYTES = 16 * 2**20  # of the file: about 50,000 keys
 
 _ID = rf"^[0-9a-f]{{{ID_LENGTH}}}\Z"
@@ -43,24 +43,26 @@ _NAME_RULE = (
     "use at most 63 letters, digits and . _ @ -, with a letter or digit first, and not 8 hex digits, which are an id"
 )
 NONE = "none"  # removes a limit
-MOST: dict[str, int] = {"requests_per_minute": 10**6, "tokens_per_minute": 10**9, "max_concurrent": 10**6}
-MOST_PRIORITY = 10**6  # absolute value, as in a request's body
+MAX_LIMITS: dict[str, int] = {"requests_per_minute": 10**6, "tokens_per_minute": 10**9, "max_concurrent": 10**6}
+MAX_PRIORITY = 10**6  # absolute value, as in a request's body
 BOUNDS: dict[str, tuple[float, int]] = {
     "weight": (0.01, 100),
-    "priority": (-MOST_PRIORITY, MOST_PRIORITY),
-    **{name: (1, most) for name, most in MOST.items()},
+    "priority": (-MAX_PRIORITY, MAX_PRIORITY),
+    **{name: (1, most) for name, most in MAX_LIMITS.items()},
 }
 LIMIT_RULE = (
-    f"a weight is 0.01 to 100; a priority -{MOST_PRIORITY} to {MOST_PRIORITY}; a limit is an integer from 1, "
-    f"or {NONE}; at most " + ", ".join(f"{most} {name}" for name, most in MOST.items())
+    f"a weight is 0.01 to 100; a priority -{MAX_PRIORITY} to {MAX_PRIORITY}; a limit is an integer from 1, "
+    f"or {NONE}; at most " + ", ".join(f"{most} {name}" for name, most in MAX_LIMITS.items())
 )
-LONGEST_NUMBER = 12  # digits
+MAX_NUMBER_DIGITS = 12  # digits
 VERSION = 3  # of the file if `keyless_until` is set; 2 with a weight or a limit; else 1, which all versions read
 CLOSED = 0.0  # the value of `keyless_until` if every request needs a key
 EXPIRY_RULE = (
     "use a duration like 90m, 12h, 30d or 8w, or a time like 2027-01-31 or 2027-01-31T18:00+01:00 "
     "(UTC without an offset)"
 )
+_NO_DIGEST = hashlib.sha256(secrets.token_bytes(32)).hexdigest()  # compared with the secret of an unknown id
+POLL_S = 0.5  # between two looks at the file; each is one `stat`
 
 
 class Allowance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -115,7 +117,6 @@ class _Versioned(msgspec.Struct):
 
 
 UNLIMITED = Allowance()
-_NO_DIGEST = hashlib.sha256(secrets.token_bytes(32)).hexdigest()  # compared with the secret of an unknown id
 
 
 class KeyRing:
@@ -403,7 +404,7 @@ def read_limit(option: str, text: str) -> int | None:
     limit = text.strip()
     if limit == NONE:
         return None
-    if not (limit.isascii() and limit.isdecimal() and len(limit) <= LONGEST_NUMBER):
+    if not (limit.isascii() and limit.isdecimal() and len(limit) <= MAX_NUMBER_DIGITS):
         raise Failed("key-limit-wrong", f"{option} {text!r} is not a limit", LIMIT_RULE)
     return int(limit)
 
@@ -421,13 +422,10 @@ def read_expiry(text: str, now: float, option: str = "--expires") -> float:
             raise Failed(
                 "key-expiry-wrong", f"{option} {text!r} is neither a duration nor a time", EXPIRY_RULE
             ) from None
-    if not now < at <= now + LONGEST_LIFE_S:
+    if not now < at <= now + MAX_LIFE_S:
         reason = "is in the past" if at <= now else "is more than 100 years away"
         raise Failed("key-expiry-wrong", f"{option} {text!r} {reason}", EXPIRY_RULE)
     return at
-
-
-POLL_S = 0.5  # between two looks at the file; each is one `stat`
 
 
 class KeyFeed:

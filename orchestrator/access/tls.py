@@ -14,6 +14,8 @@ from workers.messages.credentials import GATEWAY, REPLICA, Credentials
 log = logging.getLogger(__name__)
 
 _CLIENT_CA_HINT = "use a PEM file with the authorities that sign the clients' certificates"
+AUTHORITY_LIFE = datetime.timedelta(days=3650)  # longer than any fleet runs; each `up` creates a new authority
+MAX_CLOCK_SKEW = datetime.timedelta(days=1)  # tolerated difference between the clocks of hosts
 
 
 def _loaded(cert: str, key: str, client_ca: str | None) -> tuple[ssl.SSLContext, float]:
@@ -153,10 +155,6 @@ class CertificateFiles:
         return tuple(statuses)
 
 
-LIFE = datetime.timedelta(days=3650)  # longer than any fleet runs; each `up` creates a new authority
-SKEW = datetime.timedelta(days=1)  # tolerated difference between the clocks of hosts
-
-
 @dataclass(frozen=True)
 class FleetCredentials:
     """The credentials of both sides of the data plane."""
@@ -165,7 +163,7 @@ class FleetCredentials:
     replica: Credentials
 
 
-def fleet_credentials(life: datetime.timedelta = LIFE) -> FleetCredentials:
+def fleet_credentials(life: datetime.timedelta = AUTHORITY_LIFE) -> FleetCredentials:
     """Returns new credentials, signed by a new authority. Takes 1 ms."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
@@ -184,7 +182,7 @@ def fleet_credentials(life: datetime.timedelta = LIFE) -> FleetCredentials:
     def unsigned(subject: x509.Name, key: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:
         builder = x509.CertificateBuilder(issuer, subject, key, x509.random_serial_number())
         ends = now + life
-        builder = builder.not_valid_before(min(now, ends) - SKEW).not_valid_after(ends)
+        builder = builder.not_valid_before(min(now, ends) - MAX_CLOCK_SKEW).not_valid_after(ends)
         identifier = x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key())
         builder = builder.add_extension(identifier, critical=False)
         return builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)

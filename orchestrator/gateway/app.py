@@ -58,6 +58,7 @@ QUIET_REPORTS = 5  # without demand, every fifth report is sent
 KEY_IN_USE_S = 300.0
 SETTLE_S = 1.0
 TEXT = b"text/plain; charset=utf-8"
+_encode = msgspec.json.encode
 
 
 class Gateway:
@@ -341,9 +342,6 @@ class Gateway:
             return error.body()
         to_anthropic = route.to_anthropic is not None and is_anthropics(exchange.request)
         return (ANTHROPIC if to_anthropic else route.errors).body(error, exchange.id)
-
-
-_encode = msgspec.json.encode
 
 
 def _json_of(exchange: Exchange) -> bytes:

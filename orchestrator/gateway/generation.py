@@ -42,6 +42,8 @@ GenerationBody = ChatRequest | CompletionRequest
 INLINE_BYTES = 2048  # the byte tokenizer runs inline up to this body size: a thread would cost more
 BYTES_OF_TOKEN = 4  # estimate by which a key is charged before tokenizing
 T = TypeVar("T")
+_SYSTEM_ROLES = frozenset({"system", "developer"})
+_NULL = b"null"
 
 
 class Generation:
@@ -274,7 +276,6 @@ class Generation:
 Defaults = Mapping[str, Any]
 SYSTEM, MAX_TOKENS = "system", "max_tokens"
 _OF_THE_PROMPT = frozenset({SYSTEM, "chat_template_kwargs"})
-_SYSTEM_ROLES = frozenset({"system", "developer"})
 
 
 def apply_to_prompt(body: Chat, defaults: Defaults) -> None:
@@ -320,9 +321,6 @@ def with_defaults(body: bytes, defaults: Defaults) -> bytes:
         if field != SYSTEM and all(bytes(fields.get(name, _NULL)) == _NULL for name in sent):
             fields[field] = msgspec.Raw(msgspec.json.encode(value))
     return msgspec.json.encode(fields)
-
-
-_NULL = b"null"
 
 
 class _Sent(msgspec.Struct):

@@ -27,6 +27,7 @@ _encode = msgspec.json.encode
 
 
 _NAMES = {"max_tokens": "max_new_tokens", "stop": "stop_sequences", "ignore_eos": "ignore_eos_token"}  # LMI's own
+_OWN = ("do_sample", "return_full_text", "details")  # parameters without a field of completions
 
 
 class Parameters(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, rename=_NAMES):
@@ -58,9 +59,6 @@ class LmiRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     inputs: Annotated[str, Meta(min_length=1)] | Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1)]
     parameters: Parameters = msgspec.field(default_factory=Parameters)
     stream: bool = False
-
-
-_OWN = ("do_sample", "return_full_text", "details")  # parameters without a field of completions
 
 
 class LmiCompletion(CompletionRequest, kw_only=True):

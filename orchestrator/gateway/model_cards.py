@@ -18,6 +18,7 @@ from orchestrator.gateway.served_models import ServedModels
 from orchestrator.gateway.serving.model_queue import ModelQueue
 
 _encode = msgspec.json.encode
+MAX_PAGE_MODELS = 1000  # of a page, as in Anthropic's API
 
 
 def is_anthropics(request: Request) -> bool:
@@ -56,9 +57,6 @@ class ModelCards:
         return ModelCard(name, "model", self._created, "corewright", queue.name, parent, routes.max_len, routes.kind)
 
 
-MOST_MODELS = 1000  # of a page, as in Anthropic's API
-
-
 def model_info(name: str, routes: ModelRoutes, created: int) -> ModelInfo:
     """Returns the model by one of its names. ``created`` in seconds since the epoch."""
     created_at = datetime.fromtimestamp(created, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
@@ -69,7 +67,7 @@ def model_page(models: Mapping[str, ModelRoutes], query: str, created: int) -> M
     """Returns the models that answer Messages, on the page that ``query`` selects. Raises ApiError 400."""
     names = [name for name, routes in models.items() if routes.kind == "generate" and not routes.forwards]
     parameters = {name: values[-1] for name, values in parse_qs(query).items()}
-    limit = _limit(parameters.get("limit", str(MOST_MODELS)))
+    limit = _limit(parameters.get("limit", str(MAX_PAGE_MODELS)))
     if (before := parameters.get("before_id")) is not None:
         others = names[: _place(names, before, "before_id")]
         shown = others[-limit:]
@@ -83,8 +81,8 @@ def model_page(models: Mapping[str, ModelRoutes], query: str, created: int) -> M
 
 
 def _limit(text: str) -> int:
-    if not (text.isascii() and text.isdecimal() and 1 <= int(text[:9]) <= MOST_MODELS):
-        raise invalid(f"limit: {text[:100]!r} is not a number from 1 to {MOST_MODELS}", param="limit")
+    if not (text.isascii() and text.isdecimal() and 1 <= int(text[:9]) <= MAX_PAGE_MODELS):
+        raise invalid(f"limit: {text[:100]!r} is not a number from 1 to {MAX_PAGE_MODELS}", param="limit")
     return int(text)
 
 

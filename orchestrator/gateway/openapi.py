@@ -12,8 +12,11 @@ from orchestrator.gateway.anthropic.answers import error_body as anthropic_error
 from orchestrator.gateway.http.route import HttpRoute, Schema, components, json_content, json_response, operation_id
 from orchestrator.gateway.openai.answers import ErrorAnswer
 from orchestrator.gateway.openai.errors import ApiError
-from orchestrator.gateway.serving.ticket import FLAGS, LONGEST_DEADLINE_MS, LONGEST_SESSION
+from orchestrator.gateway.serving.ticket import FLAGS, MAX_DEADLINE_MS, MAX_SESSION_BYTES
 from orchestrator.process.version import corewright_version
+
+_OF_ALL = (400, 401, 403, 405, 408, 413, 429, 431, 500, 503)
+LINES = "application/jsonlines"
 
 
 @dataclass(frozen=True)
@@ -66,17 +69,15 @@ REFUSED: Mapping[int, str] = MappingProxyType(
         504: "The deadline passed while the request waited.",
     }
 )
-_OF_ALL = (400, 401, 403, 405, 408, 413, 429, 431, 500, 503)
-LINES = "application/jsonlines"
 _HEADERS: Mapping[str, tuple[str, Schema]] = MappingProxyType(  # of a request that waits for a slot
     {
         "x-session-id": (
             "Requests with the same value go to the same replica while it has a free slot.",
-            {"type": "string", "maxLength": LONGEST_SESSION},
+            {"type": "string", "maxLength": MAX_SESSION_BYTES},
         ),
         "x-deadline-ms": (
             "Deadline for the first token, in milliseconds from now.",
-            {"type": "number", "exclusiveMinimum": 0, "maximum": LONGEST_DEADLINE_MS},
+            {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_DEADLINE_MS},
         ),
         "x-corewright-explain": ("The answer reports its routing decision.", {"type": "string", "enum": [*FLAGS]}),
     }

@@ -23,6 +23,8 @@ from workers.host import file_lock, private_file
 from workers.host.task_boundary import task_boundary
 
 log = logging.getLogger(__name__)
+POLL_S = 5.0  # longest wait of one poll
+RETRY_S = 0.5
 
 
 class ReceivedFiles:
@@ -73,10 +75,6 @@ class ReceivedFiles:
             yield
         finally:
             os.close(lock)
-
-
-POLL_S = 5.0  # longest wait of one poll
-RETRY_S = 0.5
 
 
 class ReceivedKeys:

@@ -31,6 +31,8 @@ _TYPES: Mapping[int, str] = MappingProxyType(
         504: "timeout_error",
     }
 )
+_encode = msgspec.json.encode
+_NO_STOP = {"stop_reason": None, "stop_sequence": None}
 
 
 def error_body(error: ApiError, request_id: str) -> dict[str, Any]:
@@ -101,9 +103,6 @@ class MessageError(msgspec.Struct):
     type: Literal["error"]
     error: MessageErrorDetails
     request_id: str
-
-
-_encode = msgspec.json.encode
 
 
 def sse(kind: str, fields: dict[str, Any]) -> bytes:
@@ -209,6 +208,3 @@ class MessagesAnswer(PartsWriter, eq=False):
 def messages_answer(exchange: Exchange, body: MessagesChat, choices: Sequence[Choice], suffix: str) -> MessagesAnswer:
     """Returns the writer of an answer; ``suffix`` is that of its id."""
     return MessagesAnswer(f"msg{suffix}", body.model, body.most_tokens, exchange.id, choices=choices)
-
-
-_NO_STOP = {"stop_reason": None, "stop_sequence": None}

@@ -12,9 +12,9 @@ from msgspec import Meta
 from orchestrator.gateway.openai import body_reader
 from orchestrator.gateway.openai.errors import invalid, renamed
 from orchestrator.gateway.openai.protocol import (
+    MAX_COUNT,
     MAX_STOPS,
     MAX_TOOLS,
-    MOST,
     ChatMessage,
     ChatRequest,
     FunctionCall,
@@ -169,7 +169,7 @@ class MessagesRequest(PromptFields, kw_only=True, forbid_unknown_fields=True):
     stop_sequences: Annotated[list[SomeText], Meta(max_length=MAX_STOPS)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None  # Anthropic's own end at 1
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=MOST)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=MAX_COUNT)] | None = None
     stream: bool | None = None
     priority: Priority | None = None  # as in chats
     # Ignored: they do not affect the answer's tokens.

@@ -22,7 +22,7 @@ from orchestrator.gateway.openai.errors import ApiError, engine_failed, invalid
 
 _encode = msgspec.json.encode
 _FLOAT_BYTES = 4
-_LEAST_LENGTH = 1e-12  # a shorter vector is divided by this, as in torch
+_MIN_LENGTH = 1e-12  # a shorter vector is divided by this, as in torch
 
 
 class Encoded(msgspec.Struct, frozen=True):
@@ -92,14 +92,14 @@ def too_many_dimensions(body: EncodingBody, width: int) -> ApiError | None:
 def shortened(numbers: array.array[float], dimensions: int) -> array.array[float]:
     """Returns the first numbers of a vector, scaled to length 1."""
     first = numbers[:dimensions]
-    length = max(math.hypot(*first), _LEAST_LENGTH)
+    length = max(math.hypot(*first), _MIN_LENGTH)
     return array.array("f", [number / length for number in first])
 
 
 def cosines(vectors: Sequence[array.array[float]], pairs: int) -> list[float]:
     """Returns the cosine of each of the last ``pairs`` vectors and the vector that it is paired with."""
     first, second = vectors[:-pairs], vectors[-pairs:]
-    lengths = [max(math.hypot(*vector), _LEAST_LENGTH) for vector in vectors]
+    lengths = [max(math.hypot(*vector), _MIN_LENGTH) for vector in vectors]
     return [
         sum(map(operator.mul, first[place % len(first)], vector)) / lengths[place % len(first)] / lengths[place - pairs]
         for place, vector in enumerate(second)

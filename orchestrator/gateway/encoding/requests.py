@@ -13,8 +13,8 @@ from orchestrator.gateway.openai.body_reader import decode, decoder_of, out_of_r
 from orchestrator.gateway.openai.errors import invalid
 from orchestrator.gateway.openai.protocol import (
     IDS_OR_TEXTS,
+    MAX_COUNT,
     MAX_PROMPTS,
-    MOST,
     DocumentText,
     Ignored,
     PositiveCount,
@@ -33,6 +33,7 @@ from workers.text.tokenizer import PromptTokenizer, TooManyTokens
 
 Input = str | tuple[str, str] | list[int]  # a text, a pair of texts, or token ids
 Texts = Annotated[list[str], Meta(min_length=1, max_length=MAX_PROMPTS)]
+PROMPTS_OF_DOCUMENTS = ("document", "passage", "corpus")  # in this order, as in sentence-transformers
 
 
 class EncodingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -41,7 +42,9 @@ class EncodingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     model: str
     truncate: bool | None = None  # longer inputs are cut to the longest that the model encodes; default false
     # vLLM's: they are cut to so many tokens; -1: as ``truncate``
-    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=MOST, extra_json_schema={"not": {"const": 0}})] | None = None
+    truncate_prompt_tokens: (
+        Annotated[int, Meta(ge=-1, le=MAX_COUNT, extra_json_schema={"not": {"const": 0}})] | None
+    ) = None
     priority: Priority | None = None
     user: Ignored = None
 
@@ -195,9 +198,6 @@ def place_of(body: EncodingBody, kind: Kind, place: int) -> tuple[str, int]:
     return ("text_1", place) if place < first else ("text_2", place - first)
 
 
-PROMPTS_OF_DOCUMENTS = ("document", "passage", "corpus")  # in this order, as in sentence-transformers
-
-
 def encode_inputs(
     body: EncodingBody, tokenizer: PromptTokenizer, routes: ModelRoutes, limits: RequestLimits
 ) -> list[EncodeInput]:
@@ -214,7 +214,7 @@ def encode_inputs(
         raise errors.input_too_long(*where, error.count, error.limit, exact=error.exact) from None
     except (ValueError, OverflowError) as error:
         raise invalid(f"{body.param}: {error}", param=body.param) from None
-    _check_ids(body, routes.kind, texts, inputs, limits.vocab_size or MOST)
+    _check_ids(body, routes.kind, texts, inputs, limits.vocab_size or MAX_COUNT)
     return inputs
 
 

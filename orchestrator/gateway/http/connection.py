@@ -24,12 +24,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MAX_PIPELINED = 64  # requests that wait on one connection
+MAX_QUEUED_REQUESTS = 64  # requests that wait on one connection
 MAX_UNSENT_BYTES = 4 * 2**20  # of one connection, before another piece: only a client that does not read gets there
-LEAST_READ_BYTES = 2**18  # a client must read this much of a large answer before each deadline
-MOST_REFUSED = 32  # surplus connections that get an error at a time; each holds a file descriptor while it lingers
+MIN_READ_BYTES = 2**18  # a client must read this much of a large answer before each deadline
+MAX_REFUSED_CONNECTIONS = (
+    32  # surplus connections that get an error at a time; each holds a file descriptor while it lingers
+)
 LINGER_S = 2.0  # a refused client may keep sending for this long, so that it reads the error
-LONGEST_ID = 128
+MAX_REQUEST_ID_BYTES = 128
 _NEVER = math.inf
 
 
@@ -59,7 +61,7 @@ class HttpConnection(asyncio.Protocol):
         full = len(self.server.connections) >= self.server.max_connections
         full = full and not (self.server.evicts and self.server.evict())
         self.server.connections.add(self)
-        if full and len(self.server.connections) > self.server.max_connections + MOST_REFUSED:
+        if full and len(self.server.connections) > self.server.max_connections + MAX_REFUSED_CONNECTIONS:
             self._reader.stop()
             self._transport.abort()
         elif full:
@@ -110,7 +112,7 @@ class HttpConnection(asyncio.Protocol):
             self._start(request)
             return
         queued = sum(len(item.body) for item in self._queued if isinstance(item, Request))
-        if len(self._queued) >= MAX_PIPELINED or queued + len(request.body) > self.server.settings.max_body_bytes:
+        if len(self._queued) >= MAX_QUEUED_REQUESTS or queued + len(request.body) > self.server.settings.max_body_bytes:
             self.abort()
             return
         self._queued.append(request)
@@ -170,7 +172,7 @@ class HttpConnection(asyncio.Protocol):
     def expire(self, now: float) -> None:
         """Handles a deadline that has passed."""
         unsent = 0 if self._transport is None else self._transport.get_write_buffer_size()
-        if unsent and unsent <= self._unsent - LEAST_READ_BYTES:  # the client keeps reading a large answer
+        if unsent and unsent <= self._unsent - MIN_READ_BYTES:  # the client keeps reading a large answer
             self._wait_for_reader(now)
             return
         if self._paused or self._lingers or self._transport is None or unsent:
@@ -267,7 +269,7 @@ class HttpConnection(asyncio.Protocol):
             transport.close()
 
     def _wait_for_reader(self, now: float) -> None:
-        """Sets the deadline by which the client must read the unsent bytes, or ``LEAST_READ_BYTES`` of them."""
+        """Sets the deadline by which the client must read the unsent bytes, or ``MIN_READ_BYTES`` of them."""
         self._unsent = 0 if self._transport is None else self._transport.get_write_buffer_size()
         self.deadline = now + self.server.settings.write_s
 
@@ -283,7 +285,7 @@ class HttpConnection(asyncio.Protocol):
 
 def _id_of(header: bytes | None) -> str | None:
     """Returns a client's request id; None when a header or a log could not hold it."""
-    if not header or len(header) > LONGEST_ID:
+    if not header or len(header) > MAX_REQUEST_ID_BYTES:
         return None
     text = header.decode("latin-1")
     return text if text.isascii() and text.isprintable() else None

@@ -25,6 +25,10 @@ T = TypeVar("T")
 JSON = b"application/json"
 _STATUS = {status.value: b"HTTP/1.1 %d %s\r\n" % (status.value, status.phrase.encode()) for status in http.HTTPStatus}
 _encode = msgspec.json.encode
+MAX_JSON_DEPTH = 100  # lists and objects inside each other; a JSON schema may have 32 levels of schemas
+MAX_JSON_CONTAINERS = 2**17  # lists and objects together: counting their nesting takes 5 ms
+_STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")  # as signed bytes: 1 and -1
+_OTHERS = bytes(set(range(256)) - set(b'[{]}"'))
 
 
 class Request(msgspec.Struct, eq=False):
@@ -150,24 +154,17 @@ class Exchange(msgspec.Struct, eq=False):
         self.connection.finished(self)
 
 
-MAX_DEPTH = 100  # lists and objects inside each other; a JSON schema may have 32 levels of schemas
-MAX_CONTAINERS = 2**17  # lists and objects together: counting their nesting takes 5 ms
-
-_STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")  # as signed bytes: 1 and -1
-_OTHERS = bytes(set(range(256)) - set(b'[{]}"'))
-
-
 def checked(data: bytes) -> bytes:
     """Returns ``data``, which need not be JSON. Raises msgspec.DecodeError for JSON over a limit."""
-    if data.count(b"[") + data.count(b"{") <= MAX_DEPTH:
+    if data.count(b"[") + data.count(b"{") <= MAX_JSON_DEPTH:
         return data
     without_escapes = data.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in data else data
     brackets_and_quotes = without_escapes.translate(_STEPS, _OTHERS).replace(b'""', b"")  # two enclose no bracket
     steps = b"".join(brackets_and_quotes.split(b'"')[::2])  # every second part is a text
-    if steps.count(1) > MAX_CONTAINERS:
-        raise msgspec.DecodeError(f"more than {MAX_CONTAINERS} lists and objects")
-    if max(accumulate(array("b", steps)), default=0) > MAX_DEPTH:
-        raise msgspec.DecodeError(f"lists and objects in more than {MAX_DEPTH} levels")
+    if steps.count(1) > MAX_JSON_CONTAINERS:
+        raise msgspec.DecodeError(f"more than {MAX_JSON_CONTAINERS} lists and objects")
+    if max(accumulate(array("b", steps)), default=0) > MAX_JSON_DEPTH:
+        raise msgspec.DecodeError(f"lists and objects in more than {MAX_JSON_DEPTH} levels")
     return data
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from orchestrator.gateway.http.connection import HttpConnection
 
 MAX_HEADERS = 100  # lines
-LEAST_LINE_BYTES = 3  # of a header beside its name and value: a colon and the end of the line
+MIN_LINE_BYTES = 3  # of a header beside its name and value: a colon and the end of the line
 LARGE_BYTES = 2**16  # a larger body is read only after its sender is authenticated
 MAX_UNREAD_BYTES = 2**30  # of incomplete bodies, of all connections
 
@@ -91,7 +91,7 @@ class RequestReader:
         if not self._in_head or self.stopped:
             return  # a trailer must not change the head
         self._head_lines += 1
-        self._head_bytes += len(name) + len(value) + LEAST_LINE_BYTES
+        self._head_bytes += len(name) + len(value) + MIN_LINE_BYTES
         if self._head_bytes > self._limit or self._head_lines > MAX_HEADERS:
             self._connection.refuse(errors.headers_too_large(self._limit))
             return

@@ -20,6 +20,12 @@ from orchestrator.gateway.openai.protocol import ChatRequest, CompletionRequest,
 from orchestrator.gateway.openai.tool_parsers import CallArguments, CallBegin, Content, Event, ToolParser
 from workers.messages.requests import FinishReason, TokenEvent, TokenLogprobs
 
+_encode = msgspec.json.encode
+EVENTS = b"text/event-stream; charset=utf-8"
+DONE = b"data: [DONE]\n\n"
+WAITING = b": waiting\n\n"  # a comment, which clients of server-sent events skip
+LARGE_BYTES = 2**20  # a larger answer is written in parts: joining them would block all streams
+
 
 class CalledFunction(msgspec.Struct):
     """``arguments`` is the text of a JSON object."""
@@ -189,13 +195,6 @@ class ErrorAnswer(msgspec.Struct):
     """Every answer with a status of 400 or above, except those of the probes."""
 
     error: ErrorDetails
-
-
-_encode = msgspec.json.encode
-EVENTS = b"text/event-stream; charset=utf-8"
-DONE = b"data: [DONE]\n\n"
-WAITING = b": waiting\n\n"  # a comment, which clients of server-sent events skip
-LARGE_BYTES = 2**20  # a larger answer is written in parts: joining them would block all streams
 
 
 class WrittenLogprobs:

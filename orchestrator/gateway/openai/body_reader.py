@@ -14,8 +14,8 @@ from msgspec.inspect import DictType, FloatType, IntType, ListType, StructType, 
 from orchestrator.gateway.http.exchange import checked
 from orchestrator.gateway.openai.errors import ApiError, invalid
 from orchestrator.gateway.openai.protocol import (
-    LONGEST_ID,
     MAX_ENTRIES,
+    MAX_ID_DIGITS,
     MAX_PROMPTS,
     MAX_STOPS,
     MAX_TOOLS,
@@ -37,9 +37,13 @@ MAX_STOP_CHARACTERS = 2**14
 LARGE_BYTES = 2**20  # a larger body is checked before it is decoded
 MAX_FIELD_BYTES = 2**20  # of a field of a large body, except prompts and messages
 MAX_IDS = 2**20  # in a large body
-LONGEST_VALUE = 100  # bytes or characters of a wrong value that an error quotes
+MAX_QUOTED_CHARACTERS = 100  # bytes or characters of a wrong value that an error quotes
 
 _kinds: dict[type[msgspec.Struct], str] = {}
+_AT = re.compile(r"(?P<cause>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>.*)`)?", re.DOTALL)
+_MISSING = re.compile(r"Object missing required field (?P<field>\w+)")
+_UNKNOWN = re.compile(r"Object contains unknown field (?P<field>.*)", re.DOTALL)
+_BOUNDED_ITEMS = ("stop", "stop_token_ids", "logit_bias")
 
 
 def decoder_of(kind: type[R], *, messages: str = "") -> msgspec.json.Decoder[R]:
@@ -64,9 +68,6 @@ class _Shape(msgspec.Struct):
 
 
 _shape_decoder = msgspec.json.Decoder(_Shape)
-_AT = re.compile(r"(?P<cause>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>.*)`)?", re.DOTALL)
-_MISSING = re.compile(r"Object missing required field (?P<field>\w+)")
-_UNKNOWN = re.compile(r"Object contains unknown field (?P<field>.*)", re.DOTALL)
 
 REPLACEMENTS: Mapping[str, str] = MappingProxyType(  # fields of vLLM, LMI and older clients, and their replacement here
     {
@@ -180,7 +181,6 @@ _BOUNDED = (
     *("functions", "function_call", "output_config", "output_format", "stop_sequences"),
     "context_management",
 )
-_BOUNDED_ITEMS = ("stop", "stop_token_ids", "logit_bias")
 _texts_decoder = msgspec.json.Decoder(list[str | DocumentText])
 
 
@@ -253,7 +253,7 @@ def _explained(text: str, body: bytes, replacements: Mapping[str, str]) -> ApiEr
     try:
         message = out_of_bounds(name, msgspec.json.decode(raw))
     except msgspec.ValidationError:  # a number with too many digits
-        quote = raw[:LONGEST_VALUE].decode(errors="replace")
+        quote = raw[:MAX_QUOTED_CHARACTERS].decode(errors="replace")
         return invalid(f"{path}: {cause}, got {quote}", param=path)
     return invalid(message or f"{path}: {cause}", param=name)
 
@@ -298,8 +298,8 @@ def out_of_bounds(name: str, value: Any) -> str | None:
         case "stop_token_ids" | "logit_bias" if len(values) > MAX_ENTRIES:
             return f"{name}: {len(values)} exceeds the limit of {MAX_ENTRIES}"
     for id, part in values.items() if isinstance(values, dict) else enumerate(values):
-        if isinstance(id, str) and not (id.isascii() and id.isdecimal() and len(id) <= LONGEST_ID):
-            return f"logit_bias: {id[:LONGEST_VALUE]!r} is not a token id"
+        if isinstance(id, str) and not (id.isascii() and id.isdecimal() and len(id) <= MAX_ID_DIGITS):
+            return f"logit_bias: {id[:MAX_QUOTED_CHARACTERS]!r} is not a token id"
         message = _outside(f"logit_bias of {id}" if isinstance(id, str) else name, part, _numbers().get(name))
         if message is not None:
             return message
@@ -309,7 +309,7 @@ def out_of_bounds(name: str, value: Any) -> str | None:
 def out_of_range(name: str, value: float, lowest: float, highest: float, *, above: bool = False) -> str:
     """Returns the message for a number outside ``lowest`` to ``highest``; ``above``: ``lowest`` itself is outside."""
     bounds = f"{'above' if above else 'at least'} {lowest} and at most {highest}"
-    return f"{name}: {str(value)[:LONGEST_VALUE]} is out of range; it must be {bounds}"
+    return f"{name}: {str(value)[:MAX_QUOTED_CHARACTERS]} is out of range; it must be {bounds}"
 
 
 def _outside(name: str, value: Any, number: IntType | FloatType | None) -> str | None:
@@ -320,7 +320,7 @@ def _outside(name: str, value: Any, number: IntType | FloatType | None) -> str |
     if lowest is None or lowest < value <= number.le or (value == lowest and not above):
         return None
     if name == "seed":
-        return f"seed: {str(value)[:LONGEST_VALUE]} does not fit in 64 bits"
+        return f"seed: {str(value)[:MAX_QUOTED_CHARACTERS]} does not fit in 64 bits"
     return out_of_range(name, value, lowest, number.le, above=above)
 
 

@@ -9,11 +9,12 @@ from enum import Enum, auto
 import msgspec
 
 SPACE = " \t\n\r"
-LONGEST_WORD = 400  # characters of a number; longer ones are of no use to a client
+MAX_WORD_CHARACTERS = 400  # characters of a number; longer ones are of no use to a client
 _HEX = frozenset("0123456789abcdefABCDEF")
 _WORD_BEGINS = frozenset("-0123456789tfn")
 _WORD_GOES_ON = frozenset("+-.0123456789eEtrufalsn")
 _WORD = re.compile(r"true|false|null|-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
+ARGUMENTS = ("arguments", "parameters")
 
 
 class CharacterRole(Enum):
@@ -72,7 +73,7 @@ class JsonScan:
         if wants is _Wants.WORD:
             if char in _WORD_GOES_ON:
                 self._word += char
-                return CharacterRole.MORE if len(self._word) <= LONGEST_WORD else CharacterRole.BROKEN
+                return CharacterRole.MORE if len(self._word) <= MAX_WORD_CHARACTERS else CharacterRole.BROKEN
             if not _WORD.fullmatch(self._word):
                 return CharacterRole.BROKEN
             if self._ended() is CharacterRole.LAST:
@@ -136,9 +137,6 @@ def completed_object(text: str) -> str:
         if char not in SPACE + ":" and (closes := scan.closing) is not None:
             end, closing = at + (char != ","), closes
     return text[:end] + closing
-
-
-ARGUMENTS = ("arguments", "parameters")
 
 
 class _At(Enum):

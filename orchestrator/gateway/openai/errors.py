@@ -10,8 +10,8 @@ from typing import Any
 
 from orchestrator.dispatch.wait_prediction import retry_after_s
 
-LONGEST_MESSAGE = 1000  # a message may quote the client's input, which may be megabytes
-LONGEST_PARAM = 200
+MAX_MESSAGE_CHARACTERS = 1000  # a message may quote the client's input, which may be megabytes
+MAX_PARAM_CHARACTERS = 200
 _OF_CLIENTS = (400, 404, 405, 413, 415)  # statuses of a server that clients get
 
 
@@ -32,10 +32,10 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.message = message if len(message) <= LONGEST_MESSAGE else message[:LONGEST_MESSAGE] + "..."
+        self.message = message if len(message) <= MAX_MESSAGE_CHARACTERS else message[:MAX_MESSAGE_CHARACTERS] + "..."
         self.type = type
         self.code = code
-        self.param = None if param is None else param[:LONGEST_PARAM]
+        self.param = None if param is None else param[:MAX_PARAM_CHARACTERS]
         self.retry_after_s = retry_after_s
         self.allow = allow  # the methods of the route
         self.decision = decision  # the value of `x-corewright-decision`, if the client requested it
@@ -111,7 +111,9 @@ def request_cancelled() -> ApiError:
 
 
 def model_not_found(name: str, models: list[str]) -> ApiError:
-    message = f"The model {name[:LONGEST_PARAM]!r} does not exist. Models: {', '.join(sorted(models)) or 'none'}."
+    message = (
+        f"The model {name[:MAX_PARAM_CHARACTERS]!r} does not exist. Models: {', '.join(sorted(models)) or 'none'}."
+    )
     return ApiError(404, message, param="model", code="model_not_found")
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
-from orchestrator.access.keys import MOST_PRIORITY
+from orchestrator.access.keys import MAX_PRIORITY
 from orchestrator.gateway.http.exchange import decoded
 from orchestrator.gateway.openai.errors import invalid
 from orchestrator.gateway.openai.schemas import schema_text
@@ -19,30 +19,34 @@ if TYPE_CHECKING:
 else:
     Ignored = msgspec.Raw  # checked as JSON but not decoded: 8 MB of brackets would take 0.2 s
 MAX_ENTRIES = 1024  # of logit_bias and stop_token_ids; OpenAI's limit is 300
-MAX_ARGUMENTS = 2**20  # characters of the arguments of a call that is sent back
-LONGEST_ID = 10  # digits
+MAX_ARGUMENTS_CHARACTERS = 2**20  # characters of the arguments of a call that is sent back
+MAX_ID_DIGITS = 10  # digits
 MAX_STOPS = 16
 MAX_CHOICES = 128  # of `n`, as OpenAI's
 MAX_TOP_LOGPROBS = 20  # as OpenAI's
 MAX_PROMPTS = 2048
 MAX_TOOLS = 128  # as OpenAI's
-MOST = 2**31 - 1  # of any count or token id
+MAX_COUNT = 2**31 - 1  # of any count or token id
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 
 # The bounds are checked by msgspec; ``extra_json_schema`` is what the OpenAPI document says beyond them.
-Count = Annotated[int, Meta(ge=0, le=MOST)]
-PositiveCount = Annotated[int, Meta(ge=1, le=MOST)]
+Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
+PositiveCount = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
-Priority = Annotated[int, Meta(ge=-MOST_PRIORITY, le=MOST_PRIORITY)]
+Priority = Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
 LogprobCount = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
 SomeText = Annotated[str, Meta(min_length=1)]
-_ID_PATTERN = f"^[0-9]{{1,{LONGEST_ID}}}$"
+_ID_PATTERN = f"^[0-9]{{1,{MAX_ID_DIGITS}}}$"
 BiasedId = Annotated[  # in Python, `$` also matches before a newline at the end
     str, Meta(pattern=_ID_PATTERN.replace("$", r"\Z"), extra_json_schema={"pattern": _ID_PATTERN})
 ]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 _REFUSED = Meta(extra_json_schema={"type": "null", "default": None})
-_IDS: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": MOST}}
+_IDS: dict[str, Any] = {
+    "type": "array",
+    "minItems": 1,
+    "items": {"type": "integer", "minimum": 0, "maximum": MAX_COUNT},
+}
 _PROMPTS = {"maxItems": MAX_PROMPTS, "items": {"anyOf": [{"type": "string", "minLength": 1}, _IDS]}}
 IDS_OR_TEXTS = {"anyOf": [_IDS, _PROMPTS]}
 
@@ -128,8 +132,10 @@ class ChatMessage(msgspec.Struct):
 
 def _call_for_template(call: ToolCall, where: str) -> dict[str, Any]:
     length = len(call.function.arguments)
-    if length > MAX_ARGUMENTS:
-        message = f"the characters of {where}.function.arguments: {length} exceeds the limit of {MAX_ARGUMENTS}"
+    if length > MAX_ARGUMENTS_CHARACTERS:
+        message = (
+            f"the characters of {where}.function.arguments: {length} exceeds the limit of {MAX_ARGUMENTS_CHARACTERS}"
+        )
         raise invalid(message, param="messages")
     text = call.function.arguments.strip().encode() or b"{}"
     arguments = decoded(text, dict[str, Any], f"{where}.function.arguments: not a JSON object", "messages")
@@ -205,7 +211,7 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     min_tokens: Count | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=MOST)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=MAX_COUNT)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=10)] | None = None
     presence_penalty: Penalty | None = None

@@ -14,7 +14,7 @@ from orchestrator.gateway.anthropic.answers import TokenCount
 from orchestrator.gateway.openai import errors
 from orchestrator.gateway.openai.errors import invalid, too_many_tokens
 from orchestrator.gateway.openai.protocol import (
-    MOST,
+    MAX_COUNT,
     Chat,
     ChatRequest,
     CompletionRequest,
@@ -33,6 +33,8 @@ from workers.text.tokenizer import (
     TemplateInput,
     TooManyTokens,
 )
+
+MAX_TOKENIZED_TOKENS = 2**18  # of one answer; or the model's max_len, if that is more
 
 
 def chat_prompt(request: Chat, tokenizer: PromptTokenizer, most: int | None = None) -> list[int]:
@@ -249,7 +251,7 @@ def _param(request: ChatRequest | CompletionRequest) -> str:
 
 def _check_ids(prompt: Sequence[int], limits: RequestLimits) -> None:
     """Checks a prompt of token ids from the client; the tokenizer's own need no check. Raises ApiError 400."""
-    vocabulary = limits.vocab_size or MOST  # unknown: reject only ids that no model has
+    vocabulary = limits.vocab_size or MAX_COUNT  # unknown: reject only ids that no model has
     if max(prompt) >= vocabulary or min(prompt) < 0:
         wrong = next(id for id in prompt if not 0 <= id < vocabulary)
         message = f"prompt: {wrong} is not a token id of this model (0 to {vocabulary - 1})"
@@ -259,8 +261,8 @@ def _check_ids(prompt: Sequence[int], limits: RequestLimits) -> None:
 def _biases(request: ChatRequest | CompletionRequest, limits: RequestLimits) -> dict[int, float]:
     biases = {int(id): bias for id, bias in (request.logit_bias or {}).items()}
     for id in biases:
-        if id >= (limits.vocab_size or MOST):
-            message = f"logit_bias: {id} is not a token id of this model (0 to {(limits.vocab_size or MOST) - 1})"
+        if id >= (limits.vocab_size or MAX_COUNT):
+            message = f"logit_bias: {id} is not a token id of this model (0 to {(limits.vocab_size or MAX_COUNT) - 1})"
             raise errors.invalid(message, param="logit_bias")
     return biases
 
@@ -268,9 +270,6 @@ def _biases(request: ChatRequest | CompletionRequest, limits: RequestLimits) -> 
 def _wrapped(seed: int) -> int:
     """Wraps a seed to 64 bits, signed."""
     return (seed + 2**63) % 2**64 - 2**63
-
-
-MOST_TOKENS = 2**18  # of one answer; or the model's max_len, if that is more
 
 
 class Tokenized(msgspec.Struct, frozen=True):
@@ -305,7 +304,7 @@ def write_count(request: TokenizeChatRequest, tokenizer: PromptTokenizer, max_le
 def write_detokenized(request: DetokenizeRequest, tokenizer: PromptTokenizer, max_len: int) -> tuple[bytes, int]:
     """Decodes token ids; returns the answer and how many tokens it cost. Raises ApiError 400 for too many ids, and for
     ids outside the vocabulary."""
-    if len(request.tokens) > (most := max(max_len, MOST_TOKENS)):
+    if len(request.tokens) > (most := max(max_len, MAX_TOKENIZED_TOKENS)):
         raise too_many_tokens("tokens", len(request.tokens), most)
     highest = tokenizer.vocab_size - 1
     if (id := max(request.tokens, default=0)) > highest:
@@ -317,7 +316,7 @@ def tokenized(
     request: TokenizeTextRequest | TokenizeChatRequest, tokenizer: PromptTokenizer, max_len: int
 ) -> Tokenized:
     """Tokenizes a text or a chat. Raises ApiError 400."""
-    most = max(max_len, MOST_TOKENS)
+    most = max(max_len, MAX_TOKENIZED_TOKENS)
     try:
         if isinstance(request, TokenizeChatRequest):
             ids = chat_prompt(request, tokenizer, most)

@@ -23,7 +23,7 @@ MAX_PROPERTIES = 1024  # of all objects together: 0.1 s; the time grows quadrati
 MAX_BRANCHES = 512  # of all anyOf, oneOf and allOf together
 MAX_BRANCHES_OF_ONE = 128  # as many as there may be tools
 MAX_VALUES = 4096  # of all enum and const together, and of all other keywords together
-MAX_TEXT = 4096  # characters of a name, a pattern or a value
+MAX_TEXT_CHARACTERS = 4096  # characters of a name, a pattern or a value
 MAX_MULTIPLE = 10_000  # of the least common multiple of all multipleOf, without decimal points: 20 ms
 
 _LISTS = frozenset({"anyOf", "oneOf", "allOf", "prefixItems", "items"})  # of schemas; `items` may be one schema
@@ -105,8 +105,8 @@ class _Reduction:
                 self._count_value(part, depth + 1, of)
 
     def _check_text(self, text: str) -> None:
-        if len(text) > MAX_TEXT:
-            raise _over(self._param, f"{len(text)} characters in one name, pattern or value", MAX_TEXT)
+        if len(text) > MAX_TEXT_CHARACTERS:
+            raise _over(self._param, f"{len(text)} characters in one name, pattern or value", MAX_TEXT_CHARACTERS)
 
     def _count_multiple(self, value: Any) -> None:
         if isinstance(value, int):

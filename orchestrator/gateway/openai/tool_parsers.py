@@ -16,6 +16,10 @@ from typing import Literal, Protocol
 
 from orchestrator.gateway.openai.call_text import ARGUMENTS, SPACE, CallText, CharacterRole
 
+MAX_HEAD_CHARACTERS = 400  # characters between a marker and the call's JSON
+_OTHERS = ("<function=", "<arg_key>")  # models that write XML inside <tool_call>: Qwen3-Coder, GLM
+_ALPHANUMERIC = string.ascii_letters + string.digits
+
 
 @dataclass(frozen=True, slots=True)
 class Content:
@@ -59,8 +63,6 @@ class ToolParser(Protocol):
         """Returns OpenAI's finish reason; ``reason`` is that of an answer without calls. After ``flush``."""
         ...
 
-
-LONGEST_HEAD = 400  # characters between a marker and the call's JSON
 
 NewId = Callable[[], str]
 
@@ -275,7 +277,7 @@ class MistralParser(_ArrayParser):
 
     def _head(self, text: str) -> str:
         """Reads the text between the marker and the first brace or bracket; it is held until that arrives."""
-        head = text[: LONGEST_HEAD + 1]
+        head = text[: MAX_HEAD_CHARACTERS + 1]
         blank = len(head) - len(head.lstrip(SPACE))
         if head[blank : blank + 1] == "[":
             self._in_array = True
@@ -287,7 +289,7 @@ class MistralParser(_ArrayParser):
             self._in_array, self._given_id = False, match["id"]
             self._open(self._opening + text[:at], match["name"])
             return text[at:]
-        if at < 0 and len(text) <= LONGEST_HEAD and self._HEAD_GOES_ON.fullmatch(text):
+        if at < 0 and len(text) <= MAX_HEAD_CHARACTERS and self._HEAD_GOES_ON.fullmatch(text):
             self._held = text
             return ""
         self._content(self._opening)
@@ -357,8 +359,6 @@ _SIGNS: tuple[tuple[Format, tuple[str, ...]], ...] = (
     ("hermes", ("<tool_call>",)),
     ("llama3", ("<|python_tag|>", '"parameters": dictionary of argument name')),
 )
-_OTHERS = ("<function=", "<arg_key>")  # models that write XML inside <tool_call>: Qwen3-Coder, GLM
-_ALPHANUMERIC = string.ascii_letters + string.digits
 
 
 def detect_format(chat_template: str | None) -> Format | None:

@@ -25,6 +25,8 @@ from orchestrator.gateway.openai.tool_parsers import CallBegin, Content, Event
 from orchestrator.gateway.responses.requests import ResponsesChat, ResponsesRequest
 from workers.messages.requests import FinishReason, TokenEvent
 
+_encode = msgspec.json.encode
+
 
 class OutputText(msgspec.Struct):
     type: Literal["output_text"]
@@ -87,9 +89,6 @@ class Response(msgspec.Struct):
     top_p: float
     truncation: Literal["disabled"]
     usage: ResponseUsage | None
-
-
-_encode = msgspec.json.encode
 
 
 class ResponsesAnswer(PartsWriter, eq=False):

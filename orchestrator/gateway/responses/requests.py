@@ -29,6 +29,7 @@ from orchestrator.gateway.openai.protocol import (
 )
 
 _NOTHING = Meta(extra_json_schema={"type": "null", "default": None})
+_KEPT = ("previous_response_id", "conversation", "prompt")
 
 
 class ContentPart(msgspec.Struct):
@@ -127,7 +128,6 @@ REPLACEMENTS: Mapping[str, str] = MappingProxyType(  # fields of other APIs, and
         "top_logprobs": "top_logprobs, of /v1/chat/completions",
     }
 )
-_KEPT = ("previous_response_id", "conversation", "prompt")
 
 
 class ResponsesChat(ChatRequest, kw_only=True):

@@ -20,6 +20,11 @@ from workers.messages.link_watch import GATEWAY_S, watch_link
 from workers.serving.dataplane import HANDSHAKE_S, TLS_SCHEME
 
 P = TypeVar("P", bound=asyncio.Protocol)
+log = logging.getLogger(__name__)
+CONNECT_DEADLINE_S = 5.0
+RECONNECT_S = 0.1  # before the first retry; it doubles
+MAX_RECONNECT_S = 2.0
+UNREACHABLE_S = 3.0  # without a link for longer than a start, a stop or a retry takes
 
 
 async def open_link(
@@ -52,14 +57,6 @@ async def open_link(
         raise ConnectionError(f"the TLS handshake with {address} failed: {error.reason or error}") from None
     watch_link(transport.get_extra_info("socket"), GATEWAY_S)
     return transport, protocol
-
-
-log = logging.getLogger(__name__)
-
-CONNECT_DEADLINE_S = 5.0
-RECONNECT_S = 0.1  # before the first retry; it doubles
-RECONNECT_MOST_S = 2.0
-UNREACHABLE_S = 3.0  # without a link for longer than a start, a stop or a retry takes
 
 
 class ReplicaLinks:
@@ -198,12 +195,12 @@ class ReplicaLinks:
                 connecting = open_link(loop, lambda: self._make(route), address, self._credentials)
                 _, link = await asyncio.wait_for(connecting, CONNECT_DEADLINE_S)
             except (OSError, asyncio.TimeoutError) as error:
-                level = logging.WARNING if pause_s < RECONNECT_MOST_S else logging.DEBUG
+                level = logging.WARNING if pause_s < MAX_RECONNECT_S else logging.DEBUG
                 log.log(level, "cannot connect to %s at %s: %s", route.id, address, error)
                 if not self.reachable:
                     self._on_unreachable()
                 await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, RECONNECT_MOST_S)
+                pause_s = min(2 * pause_s, MAX_RECONNECT_S)
                 continue
             if route not in self._routes.replicas:  # it left while the link was being opened
                 link.close()
@@ -220,6 +217,6 @@ class ReplicaLinks:
                 return
             if link.welcome is None:  # the replica hung up at once: back off
                 await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, RECONNECT_MOST_S)
+                pause_s = min(2 * pause_s, MAX_RECONNECT_S)
             else:
                 pause_s = RECONNECT_S

@@ -25,9 +25,11 @@ if TYPE_CHECKING:
     from orchestrator.scaling.demand_report import RoutingDecision
 
 
-LONGEST_SESSION = 256  # bytes
-LONGEST_DEADLINE_MS = 86_400_000.0
+MAX_SESSION_BYTES = 256  # bytes
+MAX_DEADLINE_MS = 86_400_000.0
 FLAGS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+MAX_RETRIES = 2
+BYTES_OF_TOKEN = 3  # of a forwarded body: an estimate until its server reports the usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +90,7 @@ def _milliseconds(header: bytes) -> float:
         value = float(header)
     except ValueError:
         value = 0.0
-    if not 0 < value <= LONGEST_DEADLINE_MS:
+    if not 0 < value <= MAX_DEADLINE_MS:
         text = header[:40].decode("latin-1")
         message = f"The header x-deadline-ms is {text!r}; it must be a number of milliseconds above 0, up to a day."
         raise invalid(message, param="x-deadline-ms")
@@ -97,14 +99,10 @@ def _milliseconds(header: bytes) -> float:
 
 def _session(header: bytes, tenant: str) -> str:
     """Returns the session, with the tenant: clients choose the names, so two keys may use the same one."""
-    if len(header) > LONGEST_SESSION:
-        raise invalid(f"The header x-session-id has more than {LONGEST_SESSION} bytes.", param="x-session-id")
+    if len(header) > MAX_SESSION_BYTES:
+        raise invalid(f"The header x-session-id has more than {MAX_SESSION_BYTES} bytes.", param="x-session-id")
     name = header.decode("latin-1").strip()
     return f"{tenant} {name}" if name else ""
-
-
-MAX_RETRIES = 2
-BYTES_OF_TOKEN = 3  # of a forwarded body: an estimate until its server reports the usage
 
 
 class Sink(Protocol):

@@ -20,9 +20,14 @@ from workers.messages.engine_protocol import EngineLoadError
 from workers.text.tokenizer import PromptTokenizer
 from workers.text.tokenizer_pool import TokenizerBusy, TokenizerPool, load_apart
 
-MOST_LOADS = 16  # at a time; a load that never ends does not block the others
+MAX_LOADS = 16  # at a time; a load that never ends does not block the others
 SWEEP_S = 10.0
 Key = tuple[str | None, str]
+T = TypeVar("T")
+MAX_THREADS = 8  # of one model
+MAX_ALL_THREADS = 256  # they mostly wait for the tokenizer processes
+MAX_WAITING_KEY_BYTES = 2**26  # of the bodies whose texts wait or are being tokenized
+MAX_WAITING_BYTES = 2**28  # of all keys
 
 
 class Tokenizers:
@@ -31,7 +36,7 @@ class Tokenizers:
     def __init__(self) -> None:
         self._pool = TokenizerPool()
         self._swept_at = 0.0
-        self._executor = ThreadPoolExecutor(MOST_LOADS, thread_name_prefix="tokenizers")
+        self._executor = ThreadPoolExecutor(MAX_LOADS, thread_name_prefix="tokenizers")
         self._loading: dict[Key, asyncio.Future[PromptTokenizer]] = {}
         self._loaded: dict[Key, PromptTokenizer] = {}  # loaded and used
 
@@ -116,13 +121,6 @@ def _layout(folder: Path, kind: EncoderKind, tokenizer: str) -> EncoderLayout:
     return read_layout(folder, kind)
 
 
-T = TypeVar("T")
-MOST_THREADS = 8  # of one model
-MOST_THREADS_OF_ALL = 256  # they mostly wait for the tokenizer processes
-MAX_BYTES_OF_KEY = 2**26  # of the bodies whose texts wait or are being tokenized
-MAX_BYTES = 2**28  # of all keys
-
-
 @dataclass
 class _ThreadShare:
     """One key's use of the threads."""
@@ -137,9 +135,9 @@ class TokenizerThreads:
     neither a hung tokenizer nor one client's long prompts block the others. Used from one event loop."""
 
     def __init__(self, threads: int | None = None) -> None:
-        """``threads`` per model; None: half of the machine's CPUs, at least 2 and at most ``MOST_THREADS``."""
-        self._threads = threads or min(MOST_THREADS, max(2, (os.cpu_count() or 1) // 2))
-        self._executor = ThreadPoolExecutor(MOST_THREADS_OF_ALL, thread_name_prefix="tokenizing")
+        """``threads`` per model; None: half of the machine's CPUs, at least 2 and at most ``MAX_THREADS``."""
+        self._threads = threads or min(MAX_THREADS, max(2, (os.cpu_count() or 1) // 2))
+        self._executor = ThreadPoolExecutor(MAX_ALL_THREADS, thread_name_prefix="tokenizing")
         self._turns = defaultdict[str, asyncio.Semaphore](lambda: asyncio.Semaphore(self._threads))
         self._shares: dict[str, _ThreadShare] = {}
         self._bytes = 0
@@ -148,9 +146,9 @@ class TokenizerThreads:
         """Returns or raises what ``work`` does, for a body of ``size`` bytes. Raises ApiError 429 or 503 when too many
         bytes are waiting. A cancelled call keeps its thread until the work has ended."""
         share = self._shares.get(key)
-        if (0 if share is None else share.bytes) + size > max(size, MAX_BYTES_OF_KEY):
+        if (0 if share is None else share.bytes) + size > max(size, MAX_WAITING_KEY_BYTES):
             raise errors.too_many_long_prompts()
-        if self._bytes + size > max(size, MAX_BYTES):
+        if self._bytes + size > max(size, MAX_WAITING_BYTES):
             raise errors.too_many_bodies()
         if share is None:
             share = self._shares[key] = _ThreadShare(defaultdict(lambda: asyncio.Semaphore(max(1, self._threads - 1))))

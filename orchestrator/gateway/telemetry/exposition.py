@@ -18,6 +18,7 @@ PLAIN = "text/plain; version=0.0.4; charset=utf-8"
 OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 _ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
 _HELP_ESCAPES = str.maketrans({"\\": "\\\\", "\n": "\\n"})
+PAUSES = 9  # pause between pages, in multiples of the last page's time: pages take at most a tenth of the time
 
 
 def page(families: Sequence[MetricFamily], openmetrics: bool = False) -> tuple[bytes, str]:
@@ -100,8 +101,7 @@ def _number(value: float) -> str:
     return "NaN" if math.isnan(value) else repr(float(value))
 
 
-PAUSES = 9  # pause between pages, in multiples of the last page's time: pages take at most a tenth of the time
-SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
+MIN_PAUSE_S, MAX_PAUSE_S = 0.05, 1.0
 Page = tuple[bytes, str]  # body and content type
 
 
@@ -132,5 +132,5 @@ class Scrapes:
                 return await self._make(openmetrics)
             finally:
                 ended = time.monotonic()
-                pause = max(SHORTEST_PAUSE_S, min(PAUSES * (ended - began), LONGEST_PAUSE_S))
+                pause = max(MIN_PAUSE_S, min(PAUSES * (ended - began), MAX_PAUSE_S))
                 self._not_before = ended + pause

@@ -31,6 +31,9 @@ from workers.messages.metric_family import MetricFamily
 HUNG_S = 3.0  # without a heartbeat: the process is stopped or blocked
 BUSY_S = 10.0  # the same for a process that computes, or waits for a processor or a disk
 _LAYOUT = struct.Struct("<qdq")
+log = logging.getLogger(__name__)
+CONTROLLER_AGE = "corewright_controller_age_seconds"
+ANSWER_S = 0.5  # deadline for the families of another gateway; after it, the gateway is left out
 
 
 class GatewayBeat(NamedTuple):
@@ -79,10 +82,6 @@ def is_busy(pid: int) -> bool:
     return any(stat.rpartition(")")[2].split()[0] in "RD" for stat in stats)
 
 
-log = logging.getLogger(__name__)
-
-CONTROLLER_AGE = "corewright_controller_age_seconds"
-ANSWER_S = 0.5  # deadline for the families of another gateway; after it, the gateway is left out
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(list[MetricFamily])
 

@@ -16,10 +16,10 @@ from workers.host import private_file
 
 log = logging.getLogger(__name__)
 
-FILE_BYTES = 4 * 2**20  # of one file; about 80,000 requests
-FILES = 32  # of all gateways together; the oldest is deleted
+MAX_FILE_BYTES = 4 * 2**20  # of one file; about 80,000 requests
+MAX_FILES = 32  # of all gateways together; the oldest is deleted
 BUFFERED = 1024  # requests that start a write
-MOST_BUFFERED = 64 * 1024  # while the disk blocks; later requests are not recorded
+MAX_BUFFERED_REQUESTS = 64 * 1024  # while the disk blocks; later requests are not recorded
 
 
 def open_file(path: Path) -> io.FileIO:
@@ -43,8 +43,8 @@ class RequestRecorder:
         folder: Path,
         gateway: str,
         *,
-        file_bytes: int = FILE_BYTES,
-        files: int = FILES,
+        file_bytes: int = MAX_FILE_BYTES,
+        files: int = MAX_FILES,
         open_file: Callable[[Path], io.FileIO] = open_file,
     ) -> None:
         """``gateway`` is part of the file names. A later gateway of the same name appends to the files."""
@@ -76,7 +76,7 @@ class RequestRecorder:
         ``first_s`` is the time from sending it to its replica to the first token, ``decode_s`` from there to the last;
         0.0 when unknown.
         """
-        if len(self._notes) >= MOST_BUFFERED:
+        if len(self._notes) >= MAX_BUFFERED_REQUESTS:
             self.dropped += 1
             return
         self._notes.append((wall_time, model, prompt_tokens, output_tokens, key_id, first_s, decode_s))

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.access import keys as keys_module
-from orchestrator.access.keys import MOST_PRIORITY, TEXT_LENGTH, Allowance, KeyFile, KeyRing, read_expiry, read_limit
+from orchestrator.access.keys import MAX_PRIORITY, TEXT_LENGTH, Allowance, KeyFile, KeyRing, read_expiry, read_limit
 from orchestrator.cli.main import run
 from orchestrator.process.failure import Failed
 from orchestrator.process.home import FleetRecord, Home
@@ -274,8 +274,8 @@ def test_a_keys_allowance_changes_without_a_new_key(file: KeyFile) -> None:
         {"weight": 0.0},
         {"weight": float("nan")},
         {"weight": 100.1},
-        {"priority": MOST_PRIORITY + 1},
-        {"priority": -MOST_PRIORITY - 1},
+        {"priority": MAX_PRIORITY + 1},
+        {"priority": -MAX_PRIORITY - 1},
         {"requests_per_minute": 0},
         {"requests_per_minute": 10**6 + 1},
         {"tokens_per_minute": 10**9 + 1},

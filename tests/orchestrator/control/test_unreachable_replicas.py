@@ -15,7 +15,7 @@ import pytest
 from orchestrator.fleet.gateway_places import GATEWAY_LOST_S
 from orchestrator.fleet.route_table import Route
 from orchestrator.gateway.serving import replica_link_pool as links_of
-from orchestrator.gateway.serving.replica_link_pool import RECONNECT_MOST_S, ReplicaLinks
+from orchestrator.gateway.serving.replica_link_pool import MAX_RECONNECT_S, ReplicaLinks
 from orchestrator.gateway.telemetry.exposition import page
 from orchestrator.process.home import LONGEST_SOCKET, SOCKET_BYTES, Home
 from orchestrator.scaling.demand_report import DemandReport
@@ -111,7 +111,7 @@ def test_retries_of_an_unreachable_replica_become_rarer(monkeypatch: pytest.Monk
     pauses = [round(after - before, 3) for before, after in itertools.pairwise(tried)]
     assert pauses == sorted(pauses)
     assert pauses[0] < 0.2
-    assert pauses[-1] == pytest.approx(RECONNECT_MOST_S)
+    assert pauses[-1] == pytest.approx(MAX_RECONNECT_S)
 
 
 def test_unreachable_replicas_are_in_status_events_and_metrics(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def depth(value: Any) -> int:
 def test_json_is_refused_exactly_above_the_limit(value: Any, ascii: bool) -> None:
     data = json.dumps(value, ensure_ascii=ascii).encode()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_nesting, "MAX_DEPTH", LIMIT)
+        patch.setattr(json_nesting, "MAX_JSON_DEPTH", LIMIT)
         try:
             accepted = json_nesting.checked(data) is data
         except msgspec.DecodeError:
@@ -41,7 +41,7 @@ def test_json_is_refused_exactly_above_the_limit(value: Any, ascii: bool) -> Non
 
 
 def test_many_small_values_are_refused() -> None:
-    data = b"[" + b"[]," * json_nesting.MAX_CONTAINERS + b"[]]"
+    data = b"[" + b"[]," * json_nesting.MAX_JSON_CONTAINERS + b"[]]"
 
     with pytest.raises(msgspec.DecodeError, match="more than 131072 lists and objects"):
         json_nesting.checked(data)

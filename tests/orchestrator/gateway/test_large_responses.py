@@ -14,7 +14,7 @@ import pytest
 import workers
 from orchestrator.fleet.replica_states import ModelState
 from orchestrator.fleet.route_table import Route
-from orchestrator.gateway.http.connection import LEAST_READ_BYTES, HttpConnection
+from orchestrator.gateway.http.connection import MIN_READ_BYTES, HttpConnection
 from orchestrator.gateway.http.http_server import HttpServer
 from orchestrator.gateway.settings import GatewaySettings
 from orchestrator.process.version import corewright_version
@@ -191,7 +191,7 @@ class Buffered:
     """A transport with so many bytes unsent."""
 
     def __init__(self) -> None:
-        self.unsent = 10 * LEAST_READ_BYTES
+        self.unsent = 10 * MIN_READ_BYTES
         self.aborted = False
 
     def get_write_buffer_size(self) -> int:
@@ -208,7 +208,7 @@ async def test_a_client_that_keeps_reading_a_large_answer_is_not_disconnected() 
     connection.connection_made(transport)  # type: ignore[arg-type]
     connection.pause_writing()
     for _ in range(3):
-        transport.unsent -= LEAST_READ_BYTES
+        transport.unsent -= MIN_READ_BYTES
         connection.expire(connection.deadline)
         assert not transport.aborted
 

@@ -17,7 +17,7 @@ from openapi_spec_validator import validate
 from orchestrator.access.keys import Allowance, KeyFile, Scope
 from orchestrator.gateway.openai import errors, protocol
 from orchestrator.gateway.openai.errors import ApiError
-from orchestrator.gateway.openai.protocol import MAX_ENTRIES, MAX_PROMPTS, MAX_STOPS, MAX_TOOLS, MOST
+from orchestrator.gateway.openai.protocol import MAX_COUNT, MAX_ENTRIES, MAX_PROMPTS, MAX_STOPS, MAX_TOOLS
 from orchestrator.gateway.openapi import REFUSED, openapi
 from orchestrator.gateway.routes import ROUTES
 from orchestrator.process.home import Home
@@ -143,9 +143,9 @@ OTHERS: list[tuple[str, dict[str, Any], bool]] = [
     ("ChatRequest", {"stop": ["a"] * MAX_STOPS}, True),
     ("ChatRequest", {"stop": ["a"] * (MAX_STOPS + 1)}, False),
     ("ChatRequest", {"stop": ["a", ""]}, False),
-    ("ChatRequest", {"stop_token_ids": [0, MOST]}, True),
+    ("ChatRequest", {"stop_token_ids": [0, MAX_COUNT]}, True),
     ("ChatRequest", {"stop_token_ids": [-1]}, False),
-    ("ChatRequest", {"stop_token_ids": [MOST + 1]}, False),
+    ("ChatRequest", {"stop_token_ids": [MAX_COUNT + 1]}, False),
     ("ChatRequest", {"seed": 2**63 - 1}, True),
     ("ChatRequest", {"seed": 2**63}, False),
     ("ChatRequest", {"seed": -(2**63) - 1}, False),
@@ -173,7 +173,7 @@ OTHERS: list[tuple[str, dict[str, Any], bool]] = [
     ("TokenizeTextRequest", {"messages": None}, False),
     ("DetokenizeRequest", {"tokens": []}, True),
     ("DetokenizeRequest", {"tokens": [-1]}, False),
-    ("DetokenizeRequest", {"tokens": [MOST + 1]}, False),
+    ("DetokenizeRequest", {"tokens": [MAX_COUNT + 1]}, False),
     ("MessagesRequest", {"messages": []}, False),
     ("MessagesRequest", {"messages": [{"role": "system", "content": "x"}]}, False),
     ("MessagesRequest", {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]}, True),

@@ -151,7 +151,7 @@ def test_a_full_disk_costs_lines_but_no_request(tmp_path: Path, caplog: pytest.L
 
 def test_no_request_waits_for_a_slow_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All streams of a gateway would stall. Lines are buffered up to a limit, and written later."""
-    monkeypatch.setattr(recorder_of, "MOST_BUFFERED", 2000)
+    monkeypatch.setattr(recorder_of, "MAX_BUFFERED_REQUESTS", 2000)
     disk = PlayedDisk()
     disk.free.clear()
     recorder = RequestRecorder(tmp_path, "g1", open_file=disk.open)

@@ -7,7 +7,7 @@ import pytest
 from orchestrator.access.keys import ApiKey
 from orchestrator.gateway.openai.errors import ApiError
 from orchestrator.gateway.serving.ticket import (
-    LONGEST_SESSION,
+    MAX_SESSION_BYTES,
     SchedulingParameters,
     read_scheduling_parameters,
 )
@@ -50,7 +50,7 @@ def test_a_deadline_is_a_number_of_milliseconds(given: bytes) -> None:
 
 def test_the_name_of_a_session_has_a_limit() -> None:
     with pytest.raises(ApiError) as caught:
-        read_scheduling_parameters({b"x-session-id": b"s" * (LONGEST_SESSION + 1)}, None, None, 0.0)
+        read_scheduling_parameters({b"x-session-id": b"s" * (MAX_SESSION_BYTES + 1)}, None, None, 0.0)
     assert caught.value.param == "x-session-id"
 
 

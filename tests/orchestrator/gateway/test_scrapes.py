@@ -63,7 +63,7 @@ def test_a_scrape_during_a_page_gets_the_next_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("takes_s", "apart_s"), [(0.001, 0.001 + module.SHORTEST_PAUSE_S), (0.02, 0.2), (3.0, 3.0 + module.LONGEST_PAUSE_S)]
+    ("takes_s", "apart_s"), [(0.001, 0.001 + module.MIN_PAUSE_S), (0.02, 0.2), (3.0, 3.0 + module.MAX_PAUSE_S)]
 )
 def test_a_tenth_of_the_time_is_for_pages(takes_s: float, apart_s: float) -> None:
     async def story() -> None:

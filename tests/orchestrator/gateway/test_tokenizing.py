@@ -15,9 +15,9 @@ import pytest
 
 from orchestrator.access.keys import Allowance, KeyFile
 from orchestrator.fleet.replica_states import ModelState
-from orchestrator.gateway.http.exchange import MAX_DEPTH
+from orchestrator.gateway.http.exchange import MAX_JSON_DEPTH
 from orchestrator.gateway.openai.errors import ApiError
-from orchestrator.gateway.openai.request_builder import MOST_TOKENS
+from orchestrator.gateway.openai.request_builder import MAX_TOKENIZED_TOKENS
 from orchestrator.gateway.serving import tokenizers as module
 from orchestrator.gateway.serving.tokenizers import TokenizerThreads
 from orchestrator.process.home import Home
@@ -124,9 +124,9 @@ def test_a_short_text_is_charged_by_its_tokens(ask: Ask) -> None:
 @pytest.mark.parametrize(
     ("path", "fields", "param"),
     [
-        ("/tokenize", {"prompt": "⟨5⟩" * (MOST_TOKENS + 1)}, "prompt"),
-        ("/tokenize", {"messages": [{"role": "user", "content": "⟨5⟩" * (MOST_TOKENS + 1)}]}, "messages"),
-        ("/detokenize", {"tokens": [5] * (MOST_TOKENS + 1)}, "tokens"),
+        ("/tokenize", {"prompt": "⟨5⟩" * (MAX_TOKENIZED_TOKENS + 1)}, "prompt"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "⟨5⟩" * (MAX_TOKENIZED_TOKENS + 1)}]}, "messages"),
+        ("/detokenize", {"tokens": [5] * (MAX_TOKENIZED_TOKENS + 1)}, "tokens"),
     ],
 )
 def test_tokenizing_alone_has_a_limit_too(path: str, fields: dict[str, Any], param: str, ask: Ask) -> None:
@@ -184,7 +184,7 @@ def test_deeply_nested_json_is_rejected(
 ) -> None:
     """From one level above the limit on; what the decoder accepted failed on its way to the tokenizer."""
     path, body, around = WITH_JSON[name]
-    levels = (MAX_DEPTH + 1 - around, 320, 500, 900, 5000)
+    levels = (MAX_JSON_DEPTH + 1 - around, 320, 500, 900, 5000)
 
     answers = [post(path, with_nested(body, count)) for count in levels]
 
@@ -196,7 +196,7 @@ def test_deeply_nested_json_is_rejected(
 def test_json_of_the_deepest_level_is_tokenized(name: str, post: Callable[[str, str], httpx.Response]) -> None:
     path, body, around = WITH_JSON[name]
 
-    answer = post(path, with_nested(body, MAX_DEPTH - around))
+    answer = post(path, with_nested(body, MAX_JSON_DEPTH - around))
 
     assert answer.status_code == 200, answer.text
 
@@ -269,7 +269,7 @@ async def test_an_unawaited_error_is_not_logged() -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "status"), [("MAX_BYTES_OF_KEY", 429), ("MAX_BYTES", 503)], ids=["of one key", "of all"]
+    ("limit", "status"), [("MAX_WAITING_KEY_BYTES", 429), ("MAX_WAITING_BYTES", 503)], ids=["of one key", "of all"]
 )
 async def test_waiting_texts_have_a_common_limit(limit: str, status: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, limit, 100)
