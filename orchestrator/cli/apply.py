@@ -1,4 +1,4 @@
-"""The commands `apply` and `diff`: change the fleet's spec, and compare with it."""
+"""The commands `apply`, `diff` and `rollout`: change the fleet's spec, compare with it, and control its rollouts."""
 
 from __future__ import annotations
 
@@ -7,13 +7,26 @@ from typing import Annotated, Any
 
 import typer
 
-from orchestrator.cli.app import CHANGES, FAILED, FormatOption, SpecArgument, TimeoutOption, WaitOption, YesOption, app
-from orchestrator.cli.client import AdminClient, the_fleet
-from orchestrator.cli.follow import follow_to_end
-from orchestrator.cli.output import Format, complain, confirmed, on_terminal, paint_diff, say, show
+from orchestrator.cli.app import (
+    CHANGES,
+    FAILED,
+    FormatOption,
+    ModelArgument,
+    SpecArgument,
+    TimeoutOption,
+    WaitOption,
+    YesOption,
+    app,
+    group,
+)
+from orchestrator.cli.client import PLAN_DEADLINE_S, AdminClient, the_fleet, typed
+from orchestrator.cli.follow import follow_to_end, rollout_line
+from orchestrator.cli.listing import REVISIONS, RevisionRow
+from orchestrator.cli.output import Format, complain, confirmed, on_terminal, paint_diff, say, show, state_paint, stdout
 from orchestrator.cli.plan_result import make_plan, model_lines, problems_of, risks, text_of
-from orchestrator.cli.tables import rollout_line
+from orchestrator.fleet.fleet_status import RolloutReport, RolloutStatus
 from orchestrator.process.failure import Failed
+from orchestrator.process.text_table import Paint, columns
 from orchestrator.revisions.spec_file import load
 from placements.spec.problems import has_errors
 
@@ -117,3 +130,97 @@ def diff(spec: SpecArgument, output: FormatOption = Format.TABLE) -> None:
     table = "\n".join(part for part in (paint_diff(text), tags if text else "") if part)
     show(data, output, table, result.problems)
     raise typer.Exit(FAILED if has_errors(result.problems) else CHANGES if text else 0)
+
+
+rollout = group("rollout", "Show and control the rollout of the newest revision.")
+
+
+@rollout.command("status")
+def status(wait: WaitOption = False, timeout: TimeoutOption = None, output: FormatOption = Format.TABLE) -> None:
+    """Show the progress of the newest revision."""
+    client = the_fleet()
+    state, code = _rollout(client), 0
+    current: RolloutReport | None = state
+    if wait:
+        current, code = follow_to_end(client, state.revision, client.status().index, timeout)
+    if current is not None:
+        show(current, output, rollout_text(current, state_paint(stdout())))
+    raise typer.Exit(code)
+
+
+@rollout.command("history")
+def history(output: FormatOption = Format.TABLE) -> None:
+    """List revisions, newest first."""
+    data = the_fleet().get("revisions")
+    show(data, output, REVISIONS.text(typed(data["revisions"], list[RevisionRow]), state_paint(stdout())))
+
+
+@rollout.command("undo")
+def undo(
+    to: Annotated[
+        int | None, typer.Option(min=1, metavar="REV", help="Revision to apply.", show_default="the previous one")
+    ] = None,
+    yes: YesOption = False,
+    output: FormatOption = Format.TABLE,
+) -> None:
+    """Roll back to an earlier revision."""
+    client = the_fleet()
+    report = _rollout(client)
+    skipped = [] if to is not None else report.undo_skips
+    to = to or report.undo
+    if to is not None:
+        revision = client.get(f"revisions/{to}")
+        if output is Format.TABLE:
+            failed = f" (skipping {', '.join(map(str, skipped))}: failed)" if skipped else ""
+            show(None, output, f"going back to revision {to}{failed}")
+        preview(client, (revision["text"], revision["file"], revision["base_dir"]), output, yes)
+    reply = client.post("rollout/undo", {"to": to}, PLAN_DEADLINE_S)
+    raise typer.Exit(show_applied(client, reply, output, [], wait=False, timeout=None))
+
+
+def rollout_text(rollout: RolloutStatus, paint: Paint | None = None) -> str:
+    """Returns the line of the rollout, and a row for each model."""
+    rows = [
+        (model.model, model.state, model.strategy, model.wanted, model.updated, model.ready, model.old)
+        for model in rollout.models
+    ]
+    table = columns(("MODEL", "STATE", "STRATEGY", "WANTED", "UPDATED", "READY", "OLD"), rows, paint)
+    return rollout_line(rollout) + ("\n\n" + table if rows else "")
+
+
+def _rollout(client: AdminClient) -> RolloutReport:
+    return typed(client.get("rollout"), RolloutReport)
+
+
+def _show(reply: Any, output: Format) -> None:
+    show(reply, output, rollout_text(typed(reply, RolloutReport), state_paint(stdout())))
+
+
+@rollout.command("pause")
+def pause(output: FormatOption = Format.TABLE) -> None:
+    """Pause the rollout: replace no further replicas."""
+    _show(the_fleet().post("rollout/pause"), output)
+
+
+@rollout.command("resume")
+def resume(output: FormatOption = Format.TABLE) -> None:
+    """Resume a paused or failed rollout."""
+    _show(the_fleet().post("rollout/resume"), output)
+
+
+@rollout.command("promote")
+def promote(output: FormatOption = Format.TABLE) -> None:
+    """Promote the canary: update all remaining replicas."""
+    client = the_fleet()
+    state = _rollout(client)
+    if output is Format.TABLE and state.canary is not None:
+        old = [f"{model.model}: {model.old} old to replace" for model in state.models if model.old]
+        canary = f"the canary of revision {state.revision}, which gets {state.canary:.0%} of the requests"
+        show(None, output, "\n".join([f"promoting {canary}", *old, ""]))
+    _show(client.post("rollout/promote"), output)
+
+
+@rollout.command("restart")
+def restart(model: ModelArgument, output: FormatOption = Format.TABLE) -> None:
+    """Restart all replicas of a model, with its update strategy."""
+    _show(the_fleet().post("rollout/restart", {"model": model}), output)

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from orchestrator.cli.engine_list import EngineEntry, on_machine
+from orchestrator.cli.bootstrap import EngineEntry, on_machine
 from orchestrator.fleet.fleet_status import ReplicaInFleet
 from placements.facts.core_range import runs
 from placements.facts.engines import AUTO_ENGINES, runs_on

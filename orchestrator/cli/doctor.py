@@ -15,7 +15,7 @@ import typer
 
 import orchestrator
 from orchestrator.cli.app import FAILED, FormatOption, app
-from orchestrator.cli.bootstrap import Bootstrap, MachineSituation, ModelReading
+from orchestrator.cli.bootstrap import COLUMNS, Bootstrap, MachineSituation, ModelReading
 from orchestrator.cli.bootstrap import bootstrap as plan_bootstrap
 from orchestrator.cli.client import find_fleet
 from orchestrator.cli.diagnosis import (
@@ -26,7 +26,6 @@ from orchestrator.cli.diagnosis import (
     interpreter_problems,
     report,
 )
-from orchestrator.cli.engine_list import COLUMNS
 from orchestrator.cli.output import Format, show
 from orchestrator.process.failure import Failed
 from orchestrator.process.text_table import columns

@@ -12,16 +12,16 @@ from msgspec.structs import replace
 from orchestrator.cli.app import FAILED, INTERRUPTED
 from orchestrator.cli.bars import Bars
 from orchestrator.cli.client import AdminClient, typed
-from orchestrator.cli.listing import EventRow, RevisionRow
-from orchestrator.cli.output import can_redraw, say, stderr
-from orchestrator.cli.state_colors import state_paint
-from orchestrator.cli.tables import event_line, rollout_line
+from orchestrator.cli.listing import EVENTS, EventRow, RevisionRow
+from orchestrator.cli.output import can_redraw, say, state_paint, stderr
 from orchestrator.fleet.controller_settings import LONGEST_WAIT_S
-from orchestrator.fleet.fleet_status import FleetStatus, RolloutReport
+from orchestrator.fleet.fleet_status import FleetStatus, RolloutReport, RolloutStatus
 from orchestrator.process.failure import Failed
+from orchestrator.process.text_table import Paint, aligned, cells
 
 PAGE = 1000
 STEP_S = 5.0  # longest wait for an event before the rollout is read again
+EVENT_WIDTHS = (6, 19, 7, 18, 16, 0)
 BARS_S = 1.0  # the same while bars are drawn
 SUCCEEDED = ("complete", "canary")  # a serving canary waits for `promote` or `undo`
 ENDED = (*SUCCEEDED, "failed", "rolled_back")
@@ -99,3 +99,15 @@ def follow_rollout(
             message = f"after {timeout_s:g} s {rollout_line(rollout)}"
             hint = "the rollout continues: `corewright rollout status --wait`"
             raise Failed("rollout-late", message, hint)
+
+
+def event_line(event: EventRow | None, paint: Paint | None = None) -> str:
+    """Returns one line of followed events; for None the header."""
+    header = EVENTS.header()
+    return aligned(header, cells(header if event is None else EVENTS.row(event)), EVENT_WIDTHS, paint)
+
+
+def rollout_line(rollout: RolloutStatus) -> str:
+    """Returns the state of a rollout and its reason in one line."""
+    reason = f": {rollout.reason}" if rollout.reason else ""
+    return f"revision {rollout.revision}: {rollout.state.replace('_', ' ')}{reason}"

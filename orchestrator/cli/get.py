@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum
+from itertools import chain
 from typing import Annotated, Any
 
-import msgspec
 import typer
 
-from orchestrator.cli.app import app, bad_parameter
+from orchestrator.cli.app import app, bad_parameter, names_of
 from orchestrator.cli.client import AdminClient, the_fleet, typed
-from orchestrator.cli.fleet_names import names_to_get
 from orchestrator.cli.follow import coming, latest
-from orchestrator.cli.listing import TABLES, RevisionRow, Row, selected
-from orchestrator.cli.output import Format, show, stdout
-from orchestrator.cli.state_colors import state_paint
-from orchestrator.fleet.fleet_status import FleetStatus
+from orchestrator.cli.listing import TABLES, RevisionRow, Row, Table, items_by_name, selected
+from orchestrator.cli.output import show, show_next, state_paint, stdout
 from orchestrator.process.failure import Failed
 from orchestrator.process.text_table import aligned, cells
 
 LATEST = 20  # events that are shown by default
 READ_S = 1.0  # between two readings of the status, without an event
 SELECTOR = re.compile(r"([\w.]+)(!=|==?)(.*)")
+NAMED_KINDS = ("models", "replicas", "hosts", "events")  # those whose names a shell completes
 NEXT = re.compile(r",(?=[\w.]+!?=)")  # a comma within a text has no condition after it
 
 
@@ -62,7 +59,7 @@ def get(
     name: Annotated[
         str | None,
         typer.Argument(
-            metavar="NAME", help="Name of one item; for events the name of a model.", autocompletion=names_to_get
+            metavar="NAME", help="Name of one item; for events the name of a model.", autocompletion=_names_to_get
         ),
     ] = None,
     selector: Annotated[
@@ -84,11 +81,25 @@ def get(
     client = the_fleet()
     with bad_parameter("--selector"):
         items = selected(_items(client, kind, name), wanted)
-    if not watch:
-        _show(kind, items, output, name)
+    table = TABLES[kind.value]
+    if watch:
+        with contextlib.suppress(KeyboardInterrupt):
+            follow_items(table, items, _changes(client, kind, name, wanted, items), output)
         return
-    with contextlib.suppress(KeyboardInterrupt):
-        _Printer(kind, items, output).follow(_changes(client, kind, name, wanted, items))
+    if output is ListFormat.NAME:
+        text = "\n".join(str(table.key(item)) for item in items)
+    else:
+        text = table.text(items, state_paint(stdout()), wide=output is ListFormat.WIDE)
+        if kind is ObjectKind.REVISIONS and name is not None:
+            text += "\n\n" + items[0].text
+    show({kind.value: items}, output, text)
+
+
+def _names_to_get(context: typer.Context) -> list[str]:
+    """Returns the names that `get KIND` takes."""
+    kind = context.params.get("kind")
+    kind = str(kind.value if isinstance(kind, Enum) else kind)
+    return names_of(*({"events": "models"}.get(kind, kind),) if kind in NAMED_KINDS else ())()
 
 
 def matchers(text: str) -> list[tuple[str, bool, str]]:
@@ -126,26 +137,8 @@ def _number(name: str) -> str:
     return name
 
 
-def items_by_name(status: FleetStatus, kind: str) -> dict[str, Any]:
-    """Returns the models, replicas or hosts of a status by name or id."""
-    items: dict[str, Sequence[Any]] = {"models": status.models, "replicas": status.replicas, "hosts": status.hosts}
-    return {TABLES[kind].key(item): item for item in items[kind]}
-
-
 def not_in_fleet(name: str, names: Sequence[str]) -> Failed:
     return Failed("not-in-fleet", f"the fleet has no {name!r}", f"it has {', '.join(names)}" if names else "")
-
-
-def _show(kind: ObjectKind, items: Sequence[Any], output: ListFormat, name: str | None) -> None:
-    table = TABLES[kind.value]
-    if output is ListFormat.NAME:
-        text = "\n".join(str(table.key(item)) for item in items)
-    else:
-        text = table.text(items, state_paint(stdout()), wide=output is ListFormat.WIDE)
-        if kind is ObjectKind.REVISIONS and name is not None:
-            text += "\n\n" + items[0].text
-    plain = output not in (ListFormat.JSON, ListFormat.YAML)
-    show({kind.value: list(items)}, Format.TABLE if plain else Format(output.value), text)
 
 
 def _changes(
@@ -169,37 +162,18 @@ def _changes(
             yield from selected(_items(client, kind, name), wanted)
 
 
-class _Printer:
-    """Prints items, and then only those of which something else is shown than before."""
-
-    def __init__(self, kind: ObjectKind, items: Sequence[Any], output: ListFormat) -> None:
-        self._table, self._output = TABLES[kind.value], output
-        self._wide = output is ListFormat.WIDE
-        self._printed: dict[Any, object] = {}
-        header = self._table.header(wide=self._wide)
-        lines = [header, *(cells(self._table.row(item, wide=self._wide)) for item in items)]
-        self._widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-        if output in (ListFormat.TABLE, ListFormat.WIDE):
-            self._print(aligned(header, header, self._widths))
-        self.follow(items)
-
-    def follow(self, items: Iterator[Any] | Sequence[Any]) -> None:
-        for item in items:
-            key, row = self._table.key(item), self._table.row(item, wide=self._wide)
-            if self._printed.get(key) != row:
-                self._printed[key] = row
-                self._item(item, row)
-
-    def _item(self, item: Any, row: Row) -> None:
-        if self._output is ListFormat.NAME:
-            self._print(str(self._table.key(item)))
-        elif self._output is ListFormat.JSON:
-            self._print(json.dumps(msgspec.to_builtins(item)))
-        elif self._output is ListFormat.YAML:
-            show([item], Format.YAML, "")
-        else:
-            header = self._table.header(wide=self._wide)
-            self._print(aligned(header, cells(row), self._widths, state_paint(stdout())))
-
-    def _print(self, line: str) -> None:
-        show(None, Format.TABLE, line)
+def follow_items(table: Table[Any], items: Sequence[Any], changes: Iterable[Any], output: ListFormat) -> None:
+    """Prints the items, and then only those of which something else is shown than before."""
+    wide = output is ListFormat.WIDE
+    header = table.header(wide=wide)
+    lines = [cells(row) for row in (header, *(table.row(item, wide=wide) for item in items))]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    if output in (ListFormat.TABLE, ListFormat.WIDE):
+        show(None, output, aligned(header, header, widths))
+    printed: dict[Any, Row] = {}
+    for item in chain(items, changes):
+        key, row = table.key(item), table.row(item, wide=wide)
+        if printed.get(key) != row:
+            printed[key] = row
+            line = aligned(header, cells(row), widths, state_paint(stdout()))
+            show_next(item, output, str(key) if output is ListFormat.NAME else line)

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from orchestrator.fleet.fleet_status import HostInFleet, ModelInFleet, ReplicaInFleet
+from orchestrator.fleet.fleet_status import FleetStatus, HostInFleet, ModelInFleet, ReplicaInFleet
 from orchestrator.process.text_table import Paint, columns
 
 T = TypeVar("T")
@@ -194,6 +194,12 @@ TABLES: Mapping[str, Table[Any]] = {
     "revisions": REVISIONS,
     "events": EVENTS,
 }
+
+
+def items_by_name(status: FleetStatus, kind: str) -> dict[str, Any]:
+    """Returns the models, replicas or hosts of a status by name or id."""
+    items: dict[str, Sequence[Any]] = {"models": status.models, "replicas": status.replicas, "hosts": status.hosts}
+    return {TABLES[kind].key(item): item for item in items[kind]}
 
 
 def selected(items: Iterable[T], selector: Sequence[tuple[str, bool, str]]) -> list[T]:

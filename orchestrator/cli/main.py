@@ -18,50 +18,20 @@ from typer.completion import completion_init  # type: ignore[attr-defined]  # it
 from typer.core import TyperGroup
 from typer.main import get_group
 
-from orchestrator.cli.app import COMPLETE, FAILED, INTERRUPTED, USAGE, app
+from orchestrator.cli.app import COMMANDS, COMPLETE, FAILED, INTERRUPTED, USAGE, app
 from orchestrator.cli.output import complain
 from orchestrator.process.failure import Failed
 from placements.spec import removed
 from placements.spec.problems import Problem
 
-COMMANDS = {  # of each module, in the order of `--help`
-    "up": ("up", "demo"),
-    "serve_sagemaker": ("serve-sagemaker",),
-    "init": ("init",),
-    "down": ("down",),
-    "validate": ("validate", "schema"),
-    "plan": ("plan",),
-    "explain": ("explain",),
-    "apply": ("apply", "diff"),
-    "import_spec": ("import",),
-    "rollout": ("rollout",),
-    "views": ("status", "get", "describe", "events", "logs", "config"),
-    "console": ("console",),
-    "top": ("top",),
-    "operate": ("scale", "load", "unload", "cordon", "uncordon", "drain"),
-    "hosts": ("hosts",),
-    "generate": ("generate",),
-    "doctor": ("doctor",),
-    "node_resources": ("node-resources",),
-    "compile": ("compile",),
-    "cache": ("cache",),
-    "keys": ("keys", "audit"),
-    "simulate": ("simulate",),
-    "advise": ("advise",),
-    "trace": ("trace",),
-    "bench": ("bench",),
-    "completion": ("completion",),
-    "version": ("version",),
-}
-
 
 def application(command: str = "") -> TyperGroup:
     """Returns the command line: with the module of ``command`` only, or all if it is not a command."""
-    for module in [name for name, commands in COMMANDS.items() if command in commands] or COMMANDS:
+    modules = {name: module for commands in COMMANDS.values() for name, module in commands.items()}
+    for module in [modules[command]] if command in modules else modules.values():
         import_module(f"orchestrator.cli.{module}")
     group = get_group(app)
-    order = [name for commands in COMMANDS.values() for name in commands]
-    group.commands = {name: group.commands[name] for name in order if name in group.commands}
+    group.commands = {name: group.commands[name] for name in modules if name in group.commands}
     return group
 
 

@@ -1,18 +1,33 @@
-"""The commands `scale`, `load`, `unload`, `cordon`, `uncordon` and `drain`: manual changes beside the spec."""
+"""Operations on models and hosts beside the spec: `scale`, `load`, `unload`, `cordon`, `uncordon`, `drain`,
+`hosts wait` and `node-resources`."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
 
-from orchestrator.cli.app import DeadlineOption, FormatOption, ModelArgument, app, bad_parameter
-from orchestrator.cli.client import the_fleet
-from orchestrator.cli.fleet_names import names_of
-from orchestrator.cli.hosts import wait_empty, wait_replaced
-from orchestrator.cli.output import Format, show
+from orchestrator.cli.app import (
+    INTERRUPTED,
+    DeadlineOption,
+    FormatOption,
+    ModelArgument,
+    app,
+    bad_parameter,
+    group,
+    names_of,
+)
+from orchestrator.cli.client import AdminClient, the_fleet, typed
+from orchestrator.cli.output import Format, say, show
+from orchestrator.fleet.fleet_status import FleetStatus, HostInFleet
+from orchestrator.fleet.node_declaration import NodeDeclaration
+from orchestrator.process.failure import Failed
 from placements.facts.core_range import CoreRange
 from placements.facts.plural import plural
+from placements.facts.topology import TOPOLOGIES, Topology
+from workers.host import host_facts as this_host
 
 CoresArgument = Annotated[
     str,
@@ -115,3 +130,117 @@ def drain(
         show(reply, output, f"{target}: replaced")
     else:
         show(wait_empty(client, target, timeout), output, f"{target}: empty")
+
+
+POLL_S = 0.5
+DRAIN_CONTINUES = "the drain continues; `corewright uncordon HOST` ends that of a host"
+
+hosts = group("hosts", "Wait for a host, between the steps of its maintenance.")
+
+
+@hosts.command("wait")
+def wait(
+    name: Annotated[str, typer.Argument(metavar="HOST", help="Name of the host.", autocompletion=names_of("hosts"))],
+    after: Annotated[
+        str | None,
+        typer.Option(metavar="NODE", help="Wait until its Ray node is not NODE.", show_default="any"),
+    ] = None,
+    timeout: Annotated[
+        float | None, typer.Option(min=0, metavar="S", help="Timeout, in seconds.", show_default="no timeout")
+    ] = None,
+    output: FormatOption = Format.TABLE,
+) -> None:
+    """Wait until the host is there, and every replica that has a place is ready."""
+
+    def unmet(status: FleetStatus) -> str | None:
+        host = host_of(status, name)
+        if host.state != "ready" or host.node in (None, after):
+            return f"{name} is not back"
+        return None if status.settled else "not every replica is ready"
+
+    status = wait_until(the_fleet(), unmet, timeout, "see `corewright status`")
+    show(host_of(status, name), output, f"{name}: ready")
+
+
+def wait_until(
+    client: AdminClient, unmet: Callable[[FleetStatus], str | None], timeout_s: float | None, hint: str
+) -> FleetStatus:
+    """Returns the status once its condition holds, also over a restart of the controller.
+
+    Raises Failed `wait-late` with what ``unmet`` returns at the timeout, and typer.Exit on Ctrl-C."""
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    try:
+        while True:
+            status = typed(client.get_with_retries("status"), FleetStatus)
+            reason = unmet(status)
+            if reason is None:
+                return status
+            if deadline is not None and time.monotonic() >= deadline:
+                raise Failed("wait-late", f"after {timeout_s:g} s {reason}", hint)
+            time.sleep(POLL_S)
+    except KeyboardInterrupt:
+        say("stopped waiting")
+        raise typer.Exit(INTERRUPTED) from None
+
+
+def wait_empty(client: AdminClient, name: str, timeout_s: float | None) -> HostInFleet:
+    """Returns a drained host once it has neither replicas nor requests. Raises Failed if it is uncordoned meanwhile."""
+
+    def unmet(status: FleetStatus) -> str | None:
+        host = host_of(status, name)
+        if not host.draining:
+            raise Failed("drain-ended", f"{name} was uncordoned meanwhile", "corewright drain begins again")
+        return f"{name} is not empty: {host.busy} replicas and requests" if host.busy else None
+
+    return host_of(wait_until(client, unmet, timeout_s, DRAIN_CONTINUES), name)
+
+
+def wait_replaced(client: AdminClient, id: str, epoch: int, timeout_s: float | None) -> None:
+    """Returns once the replica of that epoch is gone, and its successor is ready."""
+
+    def unmet(status: FleetStatus) -> str | None:
+        runs = any((replica.id, replica.epoch) == (id, epoch) for replica in status.replicas)
+        return f"{id} is not replaced" if runs or not status.settled else None
+
+    wait_until(client, unmet, timeout_s, DRAIN_CONTINUES)
+
+
+def host_of(status: FleetStatus, name: str) -> HostInFleet:
+    """Returns the host of that name. Raises Failed."""
+    host = next((host for host in status.hosts if host.name == name), None)
+    if host is None:
+        names = ", ".join(host.name for host in status.hosts)
+        raise Failed("host-unknown", f"the fleet has no host {name}", f"existing hosts: {names or 'none'}")
+    return host
+
+
+TYPES = ", ".join(TOPOLOGIES)
+
+
+def topology_of(instance: str | None) -> Topology:
+    """Returns the topology of an instance type, by default this machine's. Raises Failed if it has none."""
+    name = instance or this_host.instance_type()
+    if (topology := TOPOLOGIES.get(name or "")) is not None:
+        return topology
+    machine = "has no Neuron devices" if name is None else f"is of type {name}, which is not supported"
+    message = f"this machine {machine}" if instance is None else f"{instance} is not a supported instance type"
+    raise Failed("no-neuron-instance", message, f"set --instance to one of {TYPES}; without devices it is emulated")
+
+
+@app.command("node-resources")
+def node_resources(
+    instance: Annotated[
+        str | None, typer.Option(metavar="TYPE", help="Instance type.", show_default="this machine's")
+    ] = None,
+    lnc: Annotated[
+        int | None, typer.Option(min=1, max=2, help="Physical cores per logical core, on trn2.", show_default="2")
+    ] = None,
+    env: Annotated[bool, typer.Option("--env", help="Print lines for an environment file.")] = False,
+    output: FormatOption = Format.TABLE,
+) -> None:
+    """Print the options of `ray start` that make a machine a host: its label and its cores."""
+    try:
+        declaration = NodeDeclaration(topology_of(instance).at_lnc(lnc))
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--lnc") from None
+    show(declaration.as_dict(), output, declaration.environment if env else declaration.arguments)

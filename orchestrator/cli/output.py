@@ -14,6 +14,7 @@ from typing import Any, TextIO
 import msgspec
 
 from orchestrator.process.failure import Failed
+from orchestrator.process.text_table import Paint
 from placements.spec.problems import Problem, render
 
 
@@ -106,20 +107,24 @@ def confirmed(question: str, yes: bool) -> bool:
         return False
 
 
-def show(data: Any, format: Format, table: str, problems: Sequence[Problem] = ()) -> None:
-    """Print data to stdout; ``table`` is its human-readable form, with ``problems`` on stderr."""
-    data = msgspec.to_builtins(data)
-    if format is Format.TABLE:
-        complain(problems)
-    if format is Format.JSON:
-        stdout().write(json.dumps(data, indent=2) + "\n")
-    elif format is Format.YAML:
+def show(data: Any, format: str, text: str, problems: Sequence[Problem] = (), *, indent: int | None = 2) -> None:
+    """Print data to stdout as JSON or YAML; in every other format as ``text``, with ``problems`` on stderr."""
+    if format == Format.JSON:
+        text = json.dumps(msgspec.to_builtins(data), indent=indent)
+    elif format == Format.YAML:
         import yaml
 
-        stdout().write(yaml.safe_dump(data, sort_keys=False, allow_unicode=True))
-    elif table:
-        stdout().write(table.rstrip("\n") + "\n")
+        text = yaml.safe_dump(msgspec.to_builtins(data), sort_keys=False, allow_unicode=True)
+    else:
+        complain(problems)
+    if text:
+        stdout().write(text.rstrip("\n") + "\n")
     stdout().flush()
+
+
+def show_next(item: object, format: str, line: str) -> None:
+    """Print one item of a stream, so that a program can read it: as a line of JSON, or in YAML as a list of one."""
+    show([item] if format == Format.YAML else item, format, line, indent=None)
 
 
 def fields_of(item: object, names: str) -> dict[str, Any]:
@@ -149,3 +154,25 @@ def paint_diff(text: str) -> str:
     colors = {"+": "\x1b[32m", "-": "\x1b[31m", "@": "\x1b[36m"}
     lines = [f"{colors[line[0]]}{line}\x1b[0m" if line[:1] in colors else line for line in text.splitlines()]
     return "\n".join(lines) + "\n"
+
+
+GREEN, YELLOW, RED, FAINT = "32", "33", "31", "2"
+COLORS = {
+    **dict.fromkeys(("ready", "complete"), GREEN),
+    **dict.fromkeys(("pending", "fetching", "compiling", "loading", "starting", "draining", "stopping"), YELLOW),
+    **dict.fromkeys(("degraded", "progressing", "canary", "paused", "warning"), YELLOW),
+    **dict.fromkeys(("failed", "lost", "rolled back", "rolled_back", "error"), RED),
+    **dict.fromkeys(("unloaded", "superseded"), FAINT),
+}
+COLUMNS = ("STATE", "LEVEL")
+
+
+def state_paint(stream: TextIO) -> Paint | None:
+    """Returns the painter of tables on ``stream``; None if it shows no colors."""
+    return paint_state if use_color(stream) else None
+
+
+def paint_state(column: str, cell: str) -> str:
+    """Returns the cell of a state in its color, and every other cell unchanged."""
+    color = COLORS.get(cell) if column in COLUMNS else None
+    return cell if color is None else f"\x1b[{color}m{cell}\x1b[0m"

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import string
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
+from itertools import groupby
 from typing import Annotated
 
 import typer
 
 from orchestrator.cli.app import app
 from orchestrator.cli.client import AdminClient, FleetRefused, the_fleet
-from orchestrator.cli.follow import events_after, latest
+from orchestrator.cli.follow import events_after, latest, rollout_line
 from orchestrator.cli.listing import EVENTS, REPLICAS, EventRow, arrivals_per_s, live, waiting
-from orchestrator.cli.live_map import LEGEND, cells, host_line, letters
-from orchestrator.cli.output import Format, can_redraw, show, stdout, use_color
-from orchestrator.cli.state_colors import paint_state
-from orchestrator.cli.tables import rollout_line
-from orchestrator.fleet.fleet_status import FleetStatus, ModelInFleet, ReplicaInFleet
+from orchestrator.cli.output import Format, can_redraw, paint_state, show, stdout, use_color
+from orchestrator.fleet.fleet_status import FleetStatus, HostInFleet, ModelInFleet, ReplicaInFleet
 from orchestrator.fleet.progress_text import fetch_text
 from orchestrator.process.failure import Failed
 from orchestrator.process.text_table import Paint, columns
+from placements.facts.core_range import CoreRange
+from placements.facts.topology import TOPOLOGIES
 
 MODELS = ("", "MODEL", "STATE", "READY", "WAITING", "LIVE", "ARRIVALS/S", "TOKENS/S", "TTFT_MS", "WHY")
 FIGURES = ("tokens_per_s", "ttft_p50_ms", "ttft_p99_ms")  # of the load, which has a new sample every SAMPLE_S
@@ -166,3 +167,57 @@ def _unready(replicas: Sequence[ReplicaInFleet], paint: Paint | None) -> str:
     more = len(replicas) - len(rows)
     text = columns((*STARTING.header(), "PROGRESS"), rows, paint)
     return text + (f"\nand {more} more that are not ready" if more else "")
+
+
+LETTERS = string.ascii_uppercase
+MANY = "*"  # of each model after the 26th
+MODEL_COLORS = (36, 33, 35, 32, 34, 31, 96, 93, 95, 92, 94, 91)
+FREE, RESERVED, CORDONED, QUARANTINED, LOST = ".#/!?"
+LEGEND = "A ready  a not ready  . free  # reserved  / cordoned  ! quarantined  ? lost"
+
+
+def letters(models: Iterable[str]) -> dict[str, str]:
+    """Returns the letter of each model, the same on every host."""
+    return {name: LETTERS[i] if i < len(LETTERS) else MANY for i, name in enumerate(models)}
+
+
+def cells(host: HostInFleet, ready: Container[str], letter_of: Mapping[str, str]) -> list[str]:
+    """Returns one character for each core of a host of the status: the letter of its model, which is a capital if
+    the replica is ``ready``, or a sign of LEGEND."""
+    drawn = [LOST if host.lost else FREE] * host.cores
+    if isinstance(host.cordoned, str):
+        drawn = [CORDONED] * host.cores
+    else:
+        _mark(drawn, host.cordoned, CORDONED)
+    _mark(drawn, host.reserved_cores, RESERVED)
+    _mark(drawn, [str(held.core) for held in host.quarantine], QUARANTINED)
+    for lease in host.leases:
+        letter = letter_of.get(lease.replica.rpartition("/")[0], MANY)
+        _mark(drawn, [lease.cores], letter if lease.replica in ready else letter.lower())
+    return drawn
+
+
+def _mark(drawn: list[str], ranges: Iterable[str], sign: str) -> None:
+    for text in ranges:
+        for core in CoreRange.parse(text):
+            if core < len(drawn):
+                drawn[core] = sign
+
+
+def host_line(host: HostInFleet, drawn: Sequence[str], width: int, color: bool) -> str:
+    """Returns the cores in groups of one device, without the groups where they are wider than ``width``."""
+    topology = TOPOLOGIES.get(host.instance or "")
+    devices = topology.devices if topology is not None and host.cores % topology.devices == 0 else 1
+    per = max(1, host.cores // devices)
+    gap = " " if len(drawn) + devices <= width else ""
+    groups = (drawn[first : first + per] for first in range(0, len(drawn), per))
+    return gap.join("".join(_painted(cell, len(list(run)), color) for cell, run in groupby(group)) for group in groups)
+
+
+def _painted(cell: str, times: int, color: bool) -> str:
+    if not color:
+        return cell * times
+    if cell.upper() in LETTERS:
+        number = MODEL_COLORS[LETTERS.index(cell.upper()) % len(MODEL_COLORS)]
+        return f"\x1b[{'7;' if cell.isupper() else ''}{number}m{cell * times}\x1b[0m"
+    return f"\x1b[31m{cell * times}\x1b[0m" if cell in (QUARANTINED, LOST) else cell * times

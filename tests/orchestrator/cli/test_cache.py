@@ -280,7 +280,7 @@ def test_verify_reports_an_unreachable_source(
 
 def test_a_cached_failure_in_a_models_own_cache_has_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`cache retry` alone would not search there; it does search this host's own caches."""
-    from orchestrator.cli import cache_contents as cache
+    from orchestrator.cli import cache
     from orchestrator.starts.offline_configs import OfflineConfig
 
     own = tmp_path / "own"

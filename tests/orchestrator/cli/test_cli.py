@@ -29,8 +29,8 @@ from typer.main import get_group
 
 from orchestrator.api.refused import OperationRefused
 from orchestrator.cli import client as cli_client
-from orchestrator.cli.app import app
-from orchestrator.cli.main import COMMANDS, application, run
+from orchestrator.cli.app import COMMANDS, app
+from orchestrator.cli.main import application, run
 from orchestrator.cli.plan_result import model_lines
 from orchestrator.daemon.settings import SETTINGS, resolve
 from orchestrator.process.home import FleetRecord, Home
@@ -341,8 +341,21 @@ def test_wrong_usage_exits_64(arguments: list[str], capsys: pytest.CaptureFixtur
 def test_every_command_of_a_module_is_in_the_table() -> None:
     """A command that is not would be imported, but missing from the command line."""
     names = [name for commands in COMMANDS.values() for name in commands]
+    assert len(names) == len(set(names))
     assert list(application().commands) == names
     assert set(get_group(app).commands) == set(names)
+
+
+def test_the_help_cuts_no_sentence_at_80_columns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Longer ones wrap. Each group has its title."""
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert "..." not in text.replace("[ARGS]...", "")
+    assert max(map(len, text.splitlines())) <= 80
+    assert re.findall(r"^(\w+):$", text, re.MULTILINE) == ["Options", *COMMANDS]
 
 
 def test_an_invalid_choice_is_reported_with_the_valid_choices(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,10 +14,10 @@ import pytest
 from msgspec import convert
 from msgspec.structs import replace
 
-from orchestrator.cli.get import ListFormat, ObjectKind, _Printer, matchers
-from orchestrator.cli.listing import selected
-from orchestrator.cli.state_colors import paint_state
-from orchestrator.cli.tables import MOST_HOSTS, MOST_REPLICAS, status_text
+from orchestrator.cli.get import ListFormat, follow_items, matchers
+from orchestrator.cli.listing import TABLES, selected
+from orchestrator.cli.output import paint_state
+from orchestrator.cli.views import MOST_HOSTS, MOST_REPLICAS, status_text
 from orchestrator.fleet.fleet_status import FleetStatus, ModelInFleet, ReplicaInFleet
 from tests.orchestrator.fakefleet import STATUS, TOKEN, LiveAdmin, replica, status_of
 
@@ -85,7 +85,7 @@ def test_only_an_item_whose_row_changes_is_printed_again(
     output: ListFormat, lines: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The epoch is a column of the wide table only."""
-    _Printer(ObjectKind.REPLICAS, FOLLOWED[:1], output).follow(iter(FOLLOWED[1:]))
+    follow_items(TABLES["replicas"], FOLLOWED[:1], FOLLOWED[1:], output)
 
     printed = capsys.readouterr().out.splitlines()
     assert [line[: len(start)] for line, start in zip(printed, lines, strict=True)] == lines
@@ -93,7 +93,7 @@ def test_only_an_item_whose_row_changes_is_printed_again(
 
 def test_changes_in_json_are_one_line_each(capsys: pytest.CaptureFixture[str]) -> None:
     """So that a program can read them as they come."""
-    _Printer(ObjectKind.REPLICAS, FOLLOWED[:1], ListFormat.JSON).follow(iter(FOLLOWED[1:]))
+    follow_items(TABLES["replicas"], FOLLOWED[:1], FOLLOWED[1:], ListFormat.JSON)
 
     states = [json.loads(line)["state"] for line in capsys.readouterr().out.splitlines()]
     assert states == ["ready", "draining", "ready"]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.cli import hosts
+from orchestrator.cli import operate
 from orchestrator.cli.main import run
 from orchestrator.fleet.fleet_status import FleetStatus
 from tests.orchestrator.fakefleet import STATUS, TOKEN, LiveAdmin, status_of
@@ -22,7 +22,7 @@ Change = Callable[[dict[str, Any]], object]
 def fleet(admin: LiveAdmin, monkeypatch: pytest.MonkeyPatch) -> LiveAdmin:
     monkeypatch.setenv("COREWRIGHT_URL", admin.url)
     monkeypatch.setenv("COREWRIGHT_TOKEN", TOKEN)
-    monkeypatch.setattr(hosts, "POLL_S", 0.01)
+    monkeypatch.setattr(operate, "POLL_S", 0.01)
     return admin
 
 

@@ -17,8 +17,7 @@ from msgspec import convert
 from msgspec.structs import replace
 
 from orchestrator.cli.listing import EventRow
-from orchestrator.cli.live_map import cells, host_line, letters
-from orchestrator.cli.top import screen
+from orchestrator.cli.top import cells, host_line, letters, screen
 from orchestrator.fleet.fleet_status import HostInFleet
 from tests.orchestrator.fakefleet import EVENTS, STATUS, TOKEN, LiveAdmin, status_of
 

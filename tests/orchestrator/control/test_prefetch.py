@@ -12,7 +12,7 @@ import pytest
 from msgspec import convert, to_builtins
 from msgspec.structs import replace
 
-from orchestrator.cli.tables import status_text
+from orchestrator.cli.views import status_text
 from orchestrator.control.start_steps import PROCESS_S, RemainingTime, lead_of
 from orchestrator.daemon.narration import progress
 from orchestrator.fleet.fleet_status import FetchProgress, ReplicaInFleet

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from orchestrator.cli.tables import status_text
+from orchestrator.cli.views import status_text
 from orchestrator.daemon.joined_gateways import are_starting, client_url, loopback_warning, not_started
 from orchestrator.fleet.fleet_status import GatewayInFleet
 from orchestrator.fleet.gateway_places import ClusterMachine, GatewayPlace
