@@ -268,7 +268,7 @@ class _Comparison:
         parsed = parse(first.spec(1, 1), question.name, ".")
         if parsed.spec is None or not parsed.ok:
             problem = next(problem for problem in parsed.problems if problem.severity == "error")
-            raise Failed(problem.id, problem.what, problem.hint)
+            raise Failed.of(problem)
         self.machine = this_machine()
         self.facts: CheckpointFacts = read_facts(parsed.spec)
         if question.name not in self.facts.checkpoints:

@@ -12,7 +12,17 @@ from typer.core import TyperGroup
 from orchestrator.advise.advice import SizingQuestion, advise
 from orchestrator.advise.buckets import BucketAdvice, advise_buckets
 from orchestrator.advise.report import advice_data, advice_text, buckets_data, buckets_text
-from orchestrator.cli.app import FAILED, FormatOption, OfflineOption, SpeedsOption, app, bad_parameter
+from orchestrator.cli.app import (
+    FAILED,
+    FormatOption,
+    OfflineOption,
+    SpeedsOption,
+    app,
+    argument,
+    bad_parameter,
+    one_of,
+    option,
+)
 from orchestrator.cli.client import find_fleet
 from orchestrator.cli.output import Format, complain, say, show, write
 from orchestrator.process.failure import Failed
@@ -50,50 +60,36 @@ app.add_typer(commands)
 
 @commands.command("model")
 def advise_model(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A folder with config.json, a hub ID, or s3://BUCKET/PREFIX.")
-    ],
+    model: Annotated[str, argument("MODEL", "A folder with config.json, a hub ID, or s3://BUCKET/PREFIX.")],
     instance: Annotated[
-        list[str] | None,
-        typer.Option(metavar="TYPE", help="An instance type, or a family of them. Repeatable.", show_default=FAMILY),
+        list[str] | None, option("TYPE", "An instance type, or a family of them. Repeatable.", default=FAMILY)
     ] = None,
     degree: Annotated[
-        list[int] | None,
-        typer.Option(min=1, metavar="N", help="A tp_degree to compare. Repeatable.", show_default="all"),
+        list[int] | None, option("N", "A tp_degree to compare. Repeatable.", default="all", min=1)
     ] = None,
     batch: Annotated[
-        list[int] | None,
-        typer.Option(min=1, max=1024, metavar="N", help="A max_batch to compare. Repeatable.", show_default="1 to 64"),
+        list[int] | None, option("N", "A max_batch to compare. Repeatable.", default="1 to 64", min=1, max=1024)
     ] = None,
-    engine: Annotated[str, typer.Option(metavar="NAME", help="The engine, which limits the options.")] = "auto",
-    prompt_tokens: Annotated[int, typer.Option(min=1, max=1 << 20, metavar="N", help="Tokens of a prompt.")] = 512,
-    output_tokens: Annotated[int, typer.Option(min=1, max=1 << 20, metavar="N", help="Tokens of an output.")] = 128,
+    engine: Annotated[str, option("NAME", "The engine, which limits the options.")] = "auto",
+    prompt_tokens: Annotated[int, option("N", "Tokens of a prompt.", min=1, max=1 << 20)] = 512,
+    output_tokens: Annotated[int, option("N", "Tokens of an output.", min=1, max=1 << 20)] = 128,
     max_len: Annotated[
-        int | None,
-        typer.Option(min=2, max=1 << 24, metavar="N", help="Tokens of a slot.", show_default="the next power of two"),
+        int | None, option("N", "Tokens of a slot.", default="the next power of two", min=2, max=1 << 24)
     ] = None,
     rps: Annotated[
-        float | None,
-        typer.Option(
-            min=0.0001, max=1e5, metavar="R", help="The load, in requests/s.", show_default="70% of a host's capacity"
-        ),
+        float | None, option("R", "The load, in requests/s.", default="70% of a host's capacity", min=0.0001, max=1e5)
     ] = None,
     ttft_ms: Annotated[
-        float | None, typer.Option(min=0.001, max=1e8, metavar="MS", help="The limit of the time to the first token.")
+        float | None, option("MS", "The limit of the time to the first token.", min=0.001, max=1e8)
     ] = None,
-    tpot_ms: Annotated[
-        float | None, typer.Option(min=0.001, max=1e8, metavar="MS", help="The limit of the time between tokens.")
-    ] = None,
+    tpot_ms: Annotated[float | None, option("MS", "The limit of the time between tokens.", min=0.001, max=1e8)] = None,
     prices: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Prices in dollars an hour: YAML lines like `inf2.48xlarge: 10`."),
+        Path | None, option("FILE", "Prices in dollars an hour: YAML lines like `inf2.48xlarge: 10`.")
     ] = None,
     speeds: SpeedsOption = None,
     offline: OfflineOption = False,
-    write_to: Annotated[
-        Path | None, typer.Option("--write", metavar="FILE", help="Write the spec of a line to FILE.")
-    ] = None,
-    line: Annotated[int, typer.Option(min=1, metavar="N", help="The line for --write.")] = 1,
+    write_to: Annotated[Path | None, option("FILE", "Write the spec of a line to FILE.", "--write")] = None,
+    line: Annotated[int, option("N", "The line for --write.", min=1)] = 1,
     output: FormatOption = Format.TABLE,
 ) -> None:
     """Show the efficient ways to serve a model under a load, cheapest first."""
@@ -139,9 +135,7 @@ def _engine(name: str) -> Engine:
 def _instances(names: list[str], prices: dict[str, float]) -> tuple[str, ...]:
     """Returns the instance types of names and families; with prices, those that have one."""
     for name in names:
-        if name not in TOPOLOGIES and name not in DEGREES:
-            known = ", ".join([*TOPOLOGIES, *DEGREES])
-            raise typer.BadParameter(f"{name!r} is not one of {known}", param_hint="--instance")
+        one_of("--instance", name, [*TOPOLOGIES, *DEGREES])
     chosen = [name for name in TOPOLOGIES if name in names or TOPOLOGIES[name].family in names]
     priced = tuple(name for name in chosen if not prices or name in prices)
     if not priced:
@@ -177,20 +171,14 @@ def _prices(path: Path) -> dict[str, float]:
 
 @commands.command("buckets")
 def advise_for_prompts(
-    trace: Annotated[
-        Path, typer.Option(metavar="FILE", help="Recorded requests: CSV or JSON lines, as `trace export` writes them.")
-    ],
-    model: Annotated[
-        str | None, typer.Option(metavar="NAME", help="A model of the trace.", show_default="all models")
-    ] = None,
+    trace: Annotated[Path, option("FILE", "Recorded requests: CSV or JSON lines, as `trace export` writes them.")],
+    model: Annotated[str | None, option("NAME", "A model of the trace.", default="all models")] = None,
     max_len: Annotated[
-        int | None,
-        typer.Option(min=2, max=1 << 24, metavar="N", help="The last bucket.", show_default="the longest prompt"),
+        int | None, option("N", "The last bucket.", default="the longest prompt", min=2, max=1 << 24)
     ] = None,
-    most: Annotated[int, typer.Option(min=1, max=32, metavar="N", help="The largest number of buckets.")] = 8,
+    most: Annotated[int, option("N", "The largest number of buckets.", min=1, max=32)] = 8,
     compile_s: Annotated[
-        float | None,
-        typer.Option(min=0, max=1e6, metavar="S", help="The time to compile a graph, in seconds, for COMPILE."),
+        float | None, option("S", "The time to compile a graph, in seconds, for COMPILE.", min=0, max=1e6)
     ] = None,
     output: FormatOption = Format.TABLE,
 ) -> None:

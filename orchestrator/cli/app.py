@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from typer.completion import get_completion_script  # type: ignore[attr-defined]  # it has no __all__
 from typer.core import TyperGroup
 
 import placements
-from orchestrator.cli.output import Format, show
+from orchestrator.cli.output import Format, complain, say, show
 from orchestrator.process.failure import Failed
 from orchestrator.process.version import corewright_version
+from placements.spec.problems import has_errors
+
+if TYPE_CHECKING:  # most commands read no spec
+    from orchestrator.revisions.spec_file import SpecFile
+    from placements.spec.schema import ModelSpec, Spec
+
+T = TypeVar("T", bound=str)
+Command = TypeVar("Command", bound=Callable[..., None])
 
 DEMO = Path(placements.__file__).parent / "examples" / "demo.yaml"
 USAGE = 64  # EX_USAGE of sysexits.h
@@ -112,41 +121,88 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+
+
+def option(metavar: str, help: str, *names: str, default: str | bool = True, **settings: Any) -> Any:
+    """Returns an option with a value. ``default``: its text in the help, or False for none."""
+    return typer.Option(*names, metavar=metavar, help=help, show_default=default, **settings)
+
+
+def switch(name: str, help: str, *names: str, **settings: Any) -> Any:
+    """Returns an option without a value."""
+    return typer.Option(name, *names, help=help, **settings)
+
+
+def argument(metavar: str, help: str, *, default: str | bool = True, **settings: Any) -> Any:
+    """Returns a positional argument. ``default``: its text in the help, or False for none."""
+    return typer.Argument(metavar=metavar, help=help, show_default=default, **settings)
+
+
 SPEC_HELP = "Path to the spec (YAML); - reads standard input."
-SpecArgument = Annotated[str, typer.Argument(metavar="SPEC", help=SPEC_HELP)]
-OptionalSpecArgument = Annotated[
-    str | None,
-    typer.Argument(metavar="SPEC", help=SPEC_HELP, show_default="the running fleet's spec"),
-]
-ModelArgument = Annotated[
-    str, typer.Argument(metavar="MODEL", help="Name of a model in the spec.", autocompletion=names_of("models"))
-]
+SpecArgument = Annotated[str, argument("SPEC", SPEC_HELP)]
+OptionalSpecArgument = Annotated[str | None, argument("SPEC", SPEC_HELP, default="the running fleet's spec")]
+ModelArgument = Annotated[str, argument("MODEL", "Name of a model in the spec.", autocompletion=names_of("models"))]
 FormatOption = Annotated[Format, typer.Option("--output", "-o", help="Output format.")]
-WaitOption = Annotated[bool, typer.Option("--wait", help="Wait until the rollout ends, and report its events.")]
+WaitOption = Annotated[bool, switch("--wait", "Wait until the rollout ends, and report its events.")]
 TimeoutOption = Annotated[
     float | None,
-    typer.Option(
-        min=0,
-        metavar="S",
-        help="Timeout of --wait, in seconds; the rollout continues after it.",
-        show_default="no timeout",
-    ),
+    option("S", "Timeout of --wait, in seconds; the rollout continues after it.", default="no timeout", min=0),
 ]
 DeadlineOption = Annotated[
     float | None,
-    typer.Option(
+    option(
+        "S",
+        "Empty a host within S seconds; replicas without another place stop meanwhile.",
+        default="no deadline",
         min=1,
-        metavar="S",
-        help="Empty a host within S seconds; replicas without another place stop meanwhile.",
-        show_default="no deadline",
     ),
 ]
-YesOption = Annotated[bool, typer.Option("--yes", help="Skip the confirmation prompt.")]
-OfflineOption = Annotated[bool, typer.Option("--offline", help="Ignore the running fleet.")]
-SpeedsOption = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Measured speeds, as written by `trace export --speeds`.")
-]
-FollowOption = Annotated[bool, typer.Option("--follow", "-f", help="Continue with new output until Ctrl-C.")]
+YesOption = Annotated[bool, switch("--yes", "Skip the confirmation prompt.")]
+OfflineOption = Annotated[bool, switch("--offline", "Ignore the running fleet.")]
+SpeedsOption = Annotated[Path | None, option("FILE", "Measured speeds, as written by `trace export --speeds`.")]
+FollowOption = Annotated[bool, switch("--follow", "Continue with new output until Ctrl-C.", "-f")]
+
+
+def one_of(option: str, value: str, choices: Iterable[T]) -> T:
+    """Returns the value of an option as one of the choices. Raises typer.BadParameter."""
+    for choice in choices:
+        if choice == value:
+            return choice
+    raise typer.BadParameter(f"{value!r} is not one of {', '.join(choices)}", param_hint=option)
+
+
+def valid_spec(file: SpecFile, consequence: str) -> Spec:
+    """Returns the spec of a file without errors. Otherwise prints its problems and the ``consequence``, and exits."""
+    if file.spec is not None and not has_errors(file.problems):
+        return file.spec
+    complain(file.problems)
+    say(f"{file.name} has errors: {consequence}")
+    raise typer.Exit(FAILED)
+
+
+def known_model(file: SpecFile, name: str) -> ModelSpec:
+    """Returns the model of a spec. Raises Failed if there is none."""
+    assert file.spec is not None
+    if (model := file.spec.model(name)) is not None:
+        return model
+    hint = f"it has {', '.join(item.name for item in file.spec.models)}"
+    raise Failed("model-unknown", f"{file.name} has no model {name}", hint)
+
+
+def with_options(options: Mapping[str, Any]) -> Callable[[Command], Command]:
+    """Gives a command an option for each annotation, in place of its parameter ``**name``; one that is not given is
+    None."""
+
+    def changed(command: Command) -> Command:
+        parameters = inspect.signature(command, eval_str=True).parameters.values()
+        own = [item for item in parameters if item.kind is not inspect.Parameter.VAR_KEYWORD]
+        kind = inspect.Parameter.KEYWORD_ONLY
+        added = [inspect.Parameter(name, kind, default=None, annotation=item) for name, item in options.items()]
+        command.__signature__ = inspect.Signature([*own, *added])  # type: ignore[attr-defined]
+        command.__annotations__ = {item.name: item.annotation for item in (*own, *added)}
+        return command
+
+    return changed
 
 
 @contextlib.contextmanager
@@ -173,7 +229,7 @@ class Shell(str, Enum):
 
 @app.command()
 def completion(
-    shell: Annotated[Shell, typer.Argument(metavar="bash|zsh|fish", help="The shell that reads the script.")],
+    shell: Annotated[Shell, argument("bash|zsh|fish", "The shell that reads the script.")],
 ) -> None:
     """Print a script that completes commands, options, and the names of models, replicas and hosts."""
     script = get_completion_script(prog_name="corewright", complete_var=COMPLETE, shell=shell.value)

@@ -18,6 +18,8 @@ from orchestrator.cli.app import (
     YesOption,
     app,
     group,
+    option,
+    switch,
 )
 from orchestrator.cli.client import PLAN_DEADLINE_S, AdminClient, the_fleet, typed
 from orchestrator.cli.follow import follow_to_end, rollout_line
@@ -35,15 +37,13 @@ from placements.spec.problems import has_errors
 def apply(
     spec: SpecArgument,
     check_index: Annotated[
-        int | None,
-        typer.Option(min=0, metavar="N", help="Fail if the fleet has changed since `plan` printed this index."),
+        int | None, option("N", "Fail if the fleet has changed since `plan` printed this index.", min=0)
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan, and apply nothing.")] = False,
+    dry_run: Annotated[bool, switch("--dry-run", "Show the plan, and apply nothing.")] = False,
     wait: WaitOption = False,
     timeout: TimeoutOption = None,
     canary: Annotated[
-        float | None,
-        typer.Option(metavar="SHARE", help="Send this share of the requests (0 to 1) to the new version."),
+        float | None, option("SHARE", "Send this share of the requests (0 to 1) to the new version.")
     ] = None,
     yes: YesOption = False,
     output: FormatOption = Format.TABLE,
@@ -157,9 +157,7 @@ def history(output: FormatOption = Format.TABLE) -> None:
 
 @rollout.command("undo")
 def undo(
-    to: Annotated[
-        int | None, typer.Option(min=1, metavar="REV", help="Revision to apply.", show_default="the previous one")
-    ] = None,
+    to: Annotated[int | None, option("REV", "Revision to apply.", default="the previous one", min=1)] = None,
     yes: YesOption = False,
     output: FormatOption = Format.TABLE,
 ) -> None:

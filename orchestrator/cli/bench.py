@@ -8,41 +8,25 @@ from typing import Annotated
 
 import typer
 
-from orchestrator.cli.app import FAILED, INTERRUPTED, FormatOption, app
+from orchestrator.cli.app import FAILED, INTERRUPTED, FormatOption, app, option, switch
 from orchestrator.cli.client import no_fleet, running_fleet
 from orchestrator.cli.output import Format, say, show
 
 KEYS = ("OPENAI_API_KEY", "COREWRIGHT_API_KEY")
 DEFAULT_LENGTH = 1024
 
-UrlOption = Annotated[
-    str | None,
-    typer.Option(metavar="URL", help="URL of the server, with or without /v1.", show_default="the running fleet"),
-]
-ModelOption = Annotated[
-    str | None, typer.Option(metavar="NAME", help="Name of the model.", show_default="the only model served")
-]
-KeyOption = Annotated[
-    str | None, typer.Option(metavar="KEY", help="API key, sent as a bearer token.", show_default=" or ".join(KEYS))
-]
+UrlOption = Annotated[str | None, option("URL", "URL of the server, with or without /v1.", default="the running fleet")]
+ModelOption = Annotated[str | None, option("NAME", "Name of the model.", default="the only model served")]
+KeyOption = Annotated[str | None, option("KEY", "API key, sent as a bearer token.", default=" or ".join(KEYS))]
 LengthOption = Annotated[
     int | None,
-    typer.Option(
-        min=8,
-        metavar="N",
-        help="Total tokens of prompt and output.",
-        show_default=f"{DEFAULT_LENGTH}, or the model's maximum",
-    ),
+    option("N", "Total tokens of prompt and output.", default=f"{DEFAULT_LENGTH}, or the model's maximum", min=8),
 ]
-BatchOption = Annotated[
-    str, typer.Option(metavar="N,...", help="Number of concurrent requests; several values with commas.")
-]
-RoundsOption = Annotated[
-    int, typer.Option(min=1, max=1000, metavar="N", help="Number of rounds; the median is reported.")
-]
-ChatOption = Annotated[bool, typer.Option("--chat", help="Use /v1/chat/completions instead of /v1/completions.")]
+BatchOption = Annotated[str, option("N,...", "Number of concurrent requests; several values with commas.")]
+RoundsOption = Annotated[int, option("N", "Number of rounds; the median is reported.", min=1, max=1000)]
+ChatOption = Annotated[bool, switch("--chat", "Use /v1/chat/completions instead of /v1/completions.")]
 RequestTimeoutOption = Annotated[
-    float, typer.Option("--timeout", min=0.1, max=86400, metavar="S", help="Timeout of each request, in seconds.")
+    float, option("S", "Timeout of each request, in seconds.", "--timeout", min=0.1, max=86400)
 ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from orchestrator.process.text_table import columns
 from placements.facts import vllm
@@ -44,7 +44,8 @@ DEFAULT_INSTANCE = "inf2.48xlarge"
 PREFERRED: tuple[Engine, ...] = ("nxd-inference", "vllm")  # the last release is chosen that has one
 
 
-class ModelReading(NamedTuple):
+@dataclass(frozen=True)
+class ModelReading:
     """A model of the spec, by what decides its engine."""
 
     name: str
@@ -54,16 +55,18 @@ class ModelReading(NamedTuple):
     where: str
 
 
-class ModelEntry(NamedTuple):
+@dataclass(frozen=True)
+class ModelEntry:
     """A model with the engine that serves it on the image, or the reason why none does."""
 
     name: str
     family: str | None
     engine: Engine | None
-    reason: str = ""
+    reason: str | None = None
 
 
-class BootstrapStep(NamedTuple):
+@dataclass(frozen=True)
+class BootstrapStep:
     """A step: its title, lines to run or to write, and remarks on them."""
 
     title: str
@@ -104,10 +107,10 @@ class Bootstrap:
             "sdk": None if self.sdk is None else {"version": self.sdk.sdk, "released": self.sdk.released},
             "image": None if self.environment is None else self.environment.image,
             "environment": None if self.environment is None else self.environment.path,
-            "steps": [step._asdict() for step in self.steps],
-            "engines": [entry.as_dict() for entry in self.engines],
-            "models": [{**model._asdict(), "reason": model.reason or None} for model in self.models],
-            "problems": [problem.as_dict() for problem in self.problems],
+            "steps": self.steps,
+            "engines": self.engines,
+            "models": self.models,
+            "problems": self.problems,
         }
 
     @property
@@ -123,7 +126,7 @@ class Bootstrap:
         if self.engines:
             lines += ["", columns(COLUMNS, [entry.row for entry in self.engines])]
         if self.models:
-            rows = [(model.name, model.family, model.engine, model.reason or None) for model in self.models]
+            rows = [(model.name, model.family, model.engine, model.reason) for model in self.models]
             lines += ["", columns(("MODEL", "FAMILY", "ENGINE", "REASON"), rows)]
         return "\n".join(lines)
 
@@ -244,7 +247,7 @@ def _steps(
 
 def _settings(entry: EngineEntry, instance: str) -> str:
     """Returns the settings of an engine in ``engines``: its Python, and vLLM's plugin if it is not the default one."""
-    release = next((item for item in vllm.RELEASES if item.vllm == series(entry.version)), None)
+    release = next((item for item in vllm.RELEASES if item.vllm == series(entry.version or "")), None)
     if entry.engine != "vllm" or release in (None, vllm.release_for(_family(instance))):
         return f"python: {entry.python}"
     return f'python: {entry.python}, plugin: "{release.plugin}"'
@@ -311,10 +314,10 @@ class EngineEntry:
     """An engine with its version and interpreter, and the families that it serves, or why it does not work."""
 
     engine: Engine
-    version: str = ""  # "": not there
-    python: str = ""
+    version: str | None = None  # None: not there
+    python: str | None = None
     families: tuple[str, ...] = ()  # empty for vllm, which decides itself
-    reason: str = ""
+    reason: str | None = None
 
     @property
     def works(self) -> bool:
@@ -324,23 +327,12 @@ class EngineEntry:
     @property
     def row(self) -> tuple[str | None, ...]:
         """The line of a table: engine, version, interpreter, and families or reason."""
-        served = ", ".join(self.families) or ANY
-        return self.engine, self.version or None, self.python or None, self.reason or served
-
-    def as_dict(self) -> dict[str, object]:
-        """Returns the entry for JSON."""
-        return {
-            "engine": self.engine,
-            "version": self.version or None,
-            "python": self.python or None,
-            "families": list(self.families),
-            "reason": self.reason or None,
-        }
+        return self.engine, self.version, self.python, self.reason or ", ".join(self.families) or ANY
 
 
 def entry(engine: Engine, version: str, python: str, machines: str | None) -> EngineEntry:
     """Returns the entry of a version in an interpreter. ``machines`` None: any family of machines."""
-    reason = "" if machines is None else unsupported(engine, version, machines) or ""
+    reason = None if machines is None else unsupported(engine, version, machines)
     if reason or engine == "vllm":
         return EngineEntry(engine, version, python, (), reason)
     return EngineEntry(

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,8 +18,9 @@ import msgspec
 import typer
 
 from orchestrator.access.audit_log import recorded_command
-from orchestrator.cli.app import FAILED, FormatOption, SpecArgument, group
+from orchestrator.cli.app import FAILED, FormatOption, SpecArgument, argument, group, option, switch
 from orchestrator.cli.bars import Bar, Bars
+from orchestrator.cli.listing import Column, Table
 from orchestrator.cli.output import Format, can_redraw, complain, fields_of, say, show, stderr
 from orchestrator.daemon.settings import store_here
 from orchestrator.fleet.fleet_status import FetchProgress
@@ -31,8 +33,7 @@ from placements.spec.problems import has_errors
 from workers.artifacts.fetch.progress import Progress
 from workers.artifacts.sources.listing import RemoteFile, SourceError
 from workers.artifacts.store.store import Store
-from workers.compiling.start_forecast import Verdict, verify
-from workers.messages.replica_config import ReplicaConfig
+from workers.compiling.start_forecast import verify
 from workers.messages.status import Failure
 from workers.neff_cache import compiler_cache, pruning
 from workers.neff_cache.candidates import keep_of
@@ -51,55 +52,54 @@ if TYPE_CHECKING:  # modules that take 0.3 s, and that only `verify` and `warm` 
 cache = group("cache", "Manage compiled artifacts and fetched models.")
 
 OLD_DAYS = 30.0
+RETRY = "`corewright cache retry"
+MAX_DIFFERENCES = 6  # of a model in the table; -o json has all
 AT_ONCE = 4  # interpreters that run at the same time
 PROGRESS_S = 5.0  # between two lines about a fetch
 BARS_S = 0.25  # between two states of its bar
 
 ModelOption = Annotated[
-    list[str] | None,
-    typer.Option("--model", metavar="M", help="Name of a model to include. Repeatable.", show_default="all models"),
+    list[str] | None, option("M", "Name of a model to include. Repeatable.", "--model", default="all models")
 ]
 CacheOption = Annotated[
     str | None,
-    typer.Option(
-        "--cache",
-        metavar="PLACE",
-        help="NEFF cache: a folder or s3://BUCKET/PREFIX.",
-        show_default="the caches on this host",
-    ),
+    option("PLACE", "NEFF cache: a folder or s3://BUCKET/PREFIX.", "--cache", default="the caches on this host"),
 ]
-DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Show what would be removed, and remove nothing.")]
+DryRunOption = Annotated[bool, switch("--dry-run", "Show what would be removed, and remove nothing.")]
 
 
 @cache.command("ls")
 def list_all(
-    spec: Annotated[
-        str | None,
-        typer.Argument(metavar="SPEC", help="Spec whose models' NEFF caches to list too.", show_default=False),
-    ] = None,
+    spec: Annotated[str | None, argument("SPEC", "Spec whose models' NEFF caches to list too.", default=False)] = None,
     place: CacheOption = None,
     output: FormatOption = Format.TABLE,
 ) -> None:
     """List NEFF caches, compiled artifacts and fetched models, with their states."""
     home = Home.from_environment()
     caches = [CacheContents.read(location) for location in _places(home, spec, place)]
-    compiled = [] if place else kept_in(home.compiled)
     models = [] if place else _store(home).artifacts()
     sources = {model.folder: model.source for model in models}
+    compiled = [] if place else [_as_named(artifact, sources) for artifact in kept_in(home.compiled)]
     data = {
         "caches": [contents.as_dict() for contents in caches],
-        "compiled": [compiled_dict(artifact, sources) for artifact in compiled],
-        "models": [fields_of(model, MODEL) for model in models],
+        "compiled": [
+            fields_of(artifact, "name state bytes used_at")
+            | fields_of(artifact.record, "source engine compiler flags tp_degree dtype shapes layout")
+            | {"damaged": artifact.damaged}
+            for artifact in compiled
+        ],
+        "models": [fields_of(model, "key source revision folder bytes fetched_at used_at") for model in models],
     }
-    tables = [contents.table() for contents in caches]
-    tables.append(compiled_table(home.compiled, compiled, sources) if not place else "")
-    rows = [
-        (model.key[:12], model.source, model.revision[:12] or None, size_text(model.bytes), age(model.used_at))
-        for model in models
-    ]
-    if rows:
+    tables = [contents.text() for contents in caches]
+    if not place:
+        tables.append(f"Compiled artifacts in {home.compiled}\n" + (COMPILED.text(compiled) if compiled else "none"))
+    if models:
+        rows = [
+            (item.key[:12], item.source, item.revision[:12] or None, size_text(item.bytes), age(item.used_at))
+            for item in models
+        ]
         tables.append("Fetched models\n" + columns(("KEY", "SOURCE", "REVISION", "SIZE", "USED"), rows))
-    show(data, output, "\n\n".join(table for table in tables if table))
+    show(data, output, "\n\n".join(tables))
 
 
 @cache.command("verify")
@@ -107,67 +107,58 @@ def verify_spec(
     spec: SpecArgument,
     model: ModelOption = None,
     read: Annotated[
-        bool, typer.Option("--read", help="Read the weights if artifacts depend on them and their digest is unknown.")
+        bool, switch("--read", "Read the weights if artifacts depend on them and their digest is unknown.")
     ] = False,
     output: FormatOption = Format.TABLE,
 ) -> None:
     """Show which models would start without a compilation. Claims no cores; exits with 1 if any would compile."""
-    configs = list(_configs(spec, model, heads=True))
+    configs = _configs(spec, model, heads=True)
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        answers = list(pool.map(lambda offline: _verdicts(offline.config, read), configs))
-    data: list[dict[str, Any]] = []
-    rows: list[tuple[object, ...]] = []
-    details: list[str] = []
-    for offline, answer in zip(configs, answers, strict=True):
-        verdicts = verdict_dicts(offline, answer)
-        data += verdicts
-        for verdict in verdicts:
-            label = offline.label if verdict["role"] == "model" else f"{offline.label} ({verdict['role']})"
-            rows.append((label, verdict["outcome"], verdict["where"] or None, verdict["reason"]))
-            details += differences(label, verdict)
-    hit = all(verdict["hit"] for verdict in data)
+        starts = [start for answers in pool.map(partial(_starts, read=read), configs) for start in answers]
+    hit = all(start.hit for start in starts)
+    details = [line for start in starts for line in _differences(start)]
+    rows = [(start.label, start.outcome, start.where or None, start.reason) for start in starts]
     table = columns(("MODEL", "START", "WHERE", "WHY"), rows)
-    show({"hit": hit, "models": data}, output, "\n".join([table, *([""] if details else []), *details]))
+    show({"hit": hit, "models": starts}, output, "\n".join([table, *([""] if details else []), *details]))
     raise typer.Exit(0 if hit else FAILED)
 
 
 @cache.command("warm")
 def warm(spec: SpecArgument, model: ModelOption = None, output: FormatOption = Format.TABLE) -> None:
     """Fetch models and their compiled graphs to this host, from sources and NEFF caches. Compiles nothing."""
+    from workers.compiling.warming import Warmed
     from workers.compiling.warming import warm as fetch
 
     home = Home.from_environment()
     home.prepare()
-    store, data, failed = _store(home), list[dict[str, Any]](), False
-    labels = []
+    store = _store(home)
+    fetches: list[tuple[OfflineConfig, Warmed]] = []
     for offline in _configs(spec, model, heads=False):
-        labels.append(offline.label)
-        about = {"model": offline.model, "target": offline.target}
         if isinstance(offline.config, Failure):
-            data.append({**about, "bytes": 0, "brought": [], "problem": str(offline.config)})
-            failed = True
+            fetches.append((offline, Warmed(problem=str(offline.config))))
             continue
         with _fetch_reports(offline.label) as new_progress:
             result = fetch(offline.config, store, threading.Event(), new_progress)
         fetched = size_text(result.bytes) if result.bytes or result.problem else "already on this host"
         say(f"{offline.label}: {fetched}" + (f"; {result.problem}" if result.problem else ""))
-        data.append({**about, "bytes": result.bytes, "brought": list(result.brought), "problem": result.problem})
-        failed = failed or bool(result.problem)
-    rows = []
-    for label, row in zip(labels, data, strict=True):
-        size = size_text(row["bytes"]) if row["bytes"] else None
-        rows.append((label, size, ", ".join(row["brought"]) or None, row["problem"] or None))
-    show({"models": data}, output, columns(("MODEL", "SIZE", "BROUGHT", "PROBLEM"), rows))
-    raise typer.Exit(FAILED if failed else 0)
+        fetches.append((offline, result))
+    data = [fields_of(of, "model target") | fields_of(result, "bytes brought problem") for of, result in fetches]
+    rows = [
+        (of.label, (result.bytes and size_text(result.bytes)) or None, ", ".join(result.brought), result.problem)
+        for of, result in fetches
+    ]
+    table = columns(("MODEL", "SIZE", "BROUGHT", "PROBLEM"), [[cell or None for cell in row] for row in rows])
+    show({"models": data}, output, table)
+    raise typer.Exit(FAILED if any(result.problem for _, result in fetches) else 0)
 
 
 @cache.command("prune")
 def prune(
     older_than: Annotated[
-        float, typer.Option(min=0, metavar="DAYS", help="Remove artifacts that were not used for this many days.")
+        float, option("DAYS", "Remove artifacts that were not used for this many days.", min=0)
     ] = OLD_DAYS,
     models: Annotated[
-        bool, typer.Option("--models", help="Also remove fetched models that no replica uses, regardless of their age.")
+        bool, switch("--models", "Also remove fetched models that no replica uses, regardless of their age.")
     ] = False,
     place: CacheOption = None,
     dry_run: DryRunOption = False,
@@ -193,8 +184,7 @@ def prune(
 @cache.command("retry")
 def retry(
     graphs: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="MODULE", help="Graphs, as shown by `cache ls`.", show_default="all failed graphs"),
+        list[str] | None, argument("MODULE", "Graphs, as shown by `cache ls`.", default="all failed graphs")
     ] = None,
     place: CacheOption = None,
     dry_run: DryRunOption = False,
@@ -286,10 +276,6 @@ def _configs(spec: str, models: Sequence[str] | None, *, heads: bool) -> Iterato
     yield from configs(_loaded(spec), Home.from_environment(), models or (), heads=heads)
 
 
-def _verdicts(config: ReplicaConfig | Failure, read: bool) -> list[Verdict] | Failure:
-    return config if isinstance(config, Failure) else verify(config, read=read)
-
-
 def _audited(
     home: Home, action: str, arguments: dict[str, Any], dry_run: bool
 ) -> contextlib.AbstractContextManager[None]:
@@ -302,16 +288,86 @@ def _show_removed(removed: Sequence[Removed], dry_run: bool, output: Format) -> 
     if removed:
         table = columns(("PATH", "SIZE", "WHY"), [(item.path, size_text(item.bytes), item.why) for item in removed])
         table += f"\n{len(removed)} {done}, {size_text(size)}"
-    data = [fields_of(item, "path why bytes") for item in removed]
-    show({"dry_run": dry_run, "bytes": size, "removed": data}, output, table)
+    show({"dry_run": dry_run, "bytes": size, "removed": removed}, output, table)
 
 
 if TYPE_CHECKING:
     from orchestrator.starts.offline_configs import OfflineConfig
 
-RETRY = "`corewright cache retry"
-SHOWN = 6  # differences of a model in the table; -o json has all
-MODEL = "key source revision folder bytes fetched_at used_at"
+
+class PushedSet(msgspec.Struct, frozen=True, kw_only=True):
+    """A set of `compile --push` in a cache. An unfinished one has no record, whose fields are then None."""
+
+    name: str
+    state: str
+    bytes: int
+    made_at: float | None = None
+    source: str | None = None
+    engine: str | None = None
+    compiler: str | None = None
+
+
+class StartAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """How one start of a model would get its graphs: an entry of `cache verify -o json`."""
+
+    model: str
+    target: str
+    engine: str | None = None
+    role: str = "model"
+    source: str
+    outcome: str = "fail"
+    hit: bool = False
+    where: str = ""
+    place: str = ""
+    reason: str
+    why: tuple[Difference, ...] = ()
+    missing: tuple[str, ...] = ()
+    failed: tuple[str, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """The model, with its target and its role if it has several."""
+        role = "" if self.role == "model" else f" ({self.role})"
+        return self.model + (f" for {self.target}" if self.target else "") + role
+
+
+GRAPHS: Table[CacheEntry] = Table(
+    lambda entry: entry.name,
+    (
+        Column("COMPILER", lambda entry: entry.compiler),
+        Column("MODULE", lambda entry: entry.module),
+        Column("STATE", lambda entry: entry.state.value),
+        Column("SIZE", lambda entry: size_text(entry.bytes)),
+        Column("AGE", lambda entry: age(entry.changed_at)),
+        Column("FLAGS", lambda entry: " ".join(entry.flags or ()) or None),
+        Column("LAST WORDS", lambda entry: entry.words or None),
+    ),
+)
+PUSHED: Table[PushedSet] = Table(
+    lambda pushed: pushed.name,
+    (
+        Column("SET", lambda pushed: pushed.name),
+        Column("ENGINE", lambda pushed: pushed.engine),
+        Column("SOURCE", lambda pushed: pushed.source or None),
+        Column("STATE", lambda pushed: pushed.state),
+        Column("SIZE", lambda pushed: size_text(pushed.bytes)),
+        Column("AGE", lambda pushed: age(pushed.made_at or 0)),
+    ),
+)
+COMPILED: Table[Kept] = Table(
+    lambda kept: kept.name,
+    (
+        Column("NAME", lambda kept: kept.name),
+        Column("ENGINE", lambda kept: kept.record and kept.record.engine),
+        Column("SOURCE", lambda kept: (kept.record and kept.record.source) or None),
+        Column("COMPILER", lambda kept: (kept.record and kept.record.compiler) or None),
+        Column("TP", lambda kept: kept.record and kept.record.tp_degree),
+        Column("DTYPE", lambda kept: kept.record and kept.record.dtype),
+        Column("STATE", lambda kept: kept.state),
+        Column("SIZE", lambda kept: size_text(kept.bytes)),
+        Column("USED", lambda kept: age(kept.used_at)),
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -320,7 +376,7 @@ class CacheContents:
 
     place: str
     entries: Sequence[CacheEntry]  # graphs
-    pushed: Sequence[dict[str, Any]]  # sets of `compile --push`
+    pushed: Sequence[PushedSet]
 
     @classmethod
     def read(cls, place: str) -> CacheContents:
@@ -337,7 +393,7 @@ class CacheContents:
             pushed = _pushed_sets(below.files(), below.read) if folder.is_dir() else []
             return cls(place, read_entries(Path(place)), pushed)
         except SourceError as error:
-            raise Failed(error.id, error.what, error.hint) from error
+            raise Failed.of(error) from error
 
     def as_dict(self) -> dict[str, Any]:
         entries = [
@@ -346,41 +402,19 @@ class CacheContents:
                 "state": entry.state.value,
                 "bytes": entry.bytes,
                 "changed_at": entry.changed_at or None,
-                "flags": None if entry.flags is None else list(entry.flags),
-                "words": entry.words,
+                **fields_of(entry, "flags words"),
             }
             for entry in self.entries
         ]
-        return {"place": self.place, "entries": entries, "pushed": list(self.pushed)}
+        return {"place": self.place, "entries": entries, "pushed": self.pushed}
 
-    def table(self) -> str:
-        rows = [
-            (
-                entry.compiler,
-                entry.module,
-                entry.state.value,
-                size_text(entry.bytes),
-                age(entry.changed_at),
-                " ".join(entry.flags or ()) or None,
-                entry.words or None,
-            )
-            for entry in self.entries
-        ]
-        sets = [
-            (
-                *(row["name"], row["engine"], row["source"] or None, row["state"]),
-                size_text(row["bytes"]),
-                age(row["made_at"] or 0),
-            )
-            for row in self.pushed
-        ]
-        header = ("COMPILER", "MODULE", "STATE", "SIZE", "AGE", "FLAGS", "LAST WORDS")
-        tables = [columns(header, rows)] if rows else []
-        tables += [columns(("SET", "ENGINE", "SOURCE", "STATE", "SIZE", "AGE"), sets)] if sets else []
+    def text(self) -> str:
+        tables = [GRAPHS.text(self.entries)] if self.entries else []
+        tables += [PUSHED.text(self.pushed)] if self.pushed else []
         return f"NEFF cache {self.place}\n" + ("\n".join(tables) or "empty")
 
 
-def _pushed_sets(files: Sequence[RemoteFile], read: Callable[[str], bytes]) -> list[dict[str, Any]]:
+def _pushed_sets(files: Sequence[RemoteFile], read: Callable[[str], bytes]) -> list[PushedSet]:
     """Groups ``files`` into sets by the first part of their names. Raises SourceError."""
     sets: dict[str, list[RemoteFile]] = {}
     for file in files:
@@ -391,14 +425,9 @@ def _pushed_sets(files: Sequence[RemoteFile], read: Callable[[str], bytes]) -> l
     for name, parts in sorted(sets.items()):
         names = {part.name for part in parts}
         record = decoded(read(f"{name}/{LOCK_FILE}")) if {MANIFEST, LOCK_FILE} <= names else None
-        rows.append(
-            {
-                "name": name,
-                "state": "unfinished" if record is None else "damaged" if missing(parts, record) else "whole",
-                "bytes": sum(part.size for part in parts),
-                **fields_of(record, "made_at source engine compiler"),
-            }
-        )
+        state = "unfinished" if record is None else "damaged" if missing(parts, record) else "whole"
+        made = fields_of(record, "made_at source engine compiler")
+        rows.append(PushedSet(name=name, state=state, bytes=sum(part.size for part in parts), **made))
     return rows
 
 
@@ -406,29 +435,25 @@ def _below(file: RemoteFile, folder: str) -> RemoteFile:
     return msgspec.structs.replace(file, name=file.name[len(folder) + 1 :])
 
 
-def verdict_dicts(offline: OfflineConfig, answer: list[Verdict] | Failure) -> list[dict[str, Any]]:
-    """Returns the entry of each start of a model; a failure is a start that fails before anything is compiled."""
-    about = fields_of(offline, "model target")
-    if isinstance(answer, list):
-        return [about | _verdict_dict(offline, verdict) for verdict in answer]
-    entry = about | {"engine": None, "role": "model", "source": offline.source, "outcome": "fail", "hit": False}
-    return [entry | {"where": "", "place": "", "reason": str(answer), "why": [], "missing": [], "failed": []}]
-
-
-def _verdict_dict(offline: OfflineConfig, verdict: Verdict) -> dict[str, Any]:
-    prediction = verdict.prediction
-    return {
-        "engine": getattr(offline.config, "engine", None),
-        "role": verdict.role,
-        "source": offline.draft_source if verdict.role == "draft" else offline.source,
-        **fields_of(prediction, "outcome hit"),
-        "where": prediction.where if prediction.where != "nothing" else "",
-        "place": prediction.place,
-        "reason": _reason(offline, prediction),
-        "why": [fields_of(why, "field wanted found") for why in prediction.why],
-        "missing": list(prediction.missing),
-        "failed": list(prediction.failed),
-    }
+def _starts(offline: OfflineConfig, read: bool) -> list[StartAnswer]:
+    """Returns the answer for each start of a model; a failure is a start that fails before anything is compiled."""
+    config = offline.config
+    answer = config if isinstance(config, Failure) else verify(config, read=read)
+    of = fields_of(offline, "model target")
+    if isinstance(config, Failure) or isinstance(answer, Failure):
+        return [StartAnswer(**of, source=offline.source, reason=str(answer))]
+    return [
+        StartAnswer(
+            **of,
+            engine=config.engine,
+            role=verdict.role,
+            source=offline.draft_source if verdict.role == "draft" else offline.source,
+            where=verdict.prediction.where if verdict.prediction.where != "nothing" else "",
+            reason=_reason(offline, verdict.prediction),
+            **fields_of(verdict.prediction, "outcome hit place why missing failed"),
+        )
+        for verdict in answer
+    ]
 
 
 def _reason(offline: OfflineConfig, prediction: Prediction) -> str:
@@ -442,37 +467,21 @@ def _reason(offline: OfflineConfig, prediction: Prediction) -> str:
     return prediction.reason.replace(RETRY, f"{RETRY} --cache {shlex.quote(prediction.place)}")
 
 
-def differences(label: str, verdict: dict[str, Any]) -> list[str]:
+def _differences(start: StartAnswer) -> list[str]:
     """Returns the first lines of what differs, is missing or has failed."""
-    lines = [str(Difference(**why)) for why in verdict["why"]]
-    lines += [f"missing or damaged: {name}" for name in verdict["missing"]]
-    lines += [f"failed: {name}" for name in verdict["failed"]]
-    more = [f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
-    return [f"{label}: {line}" for line in (*lines[:SHOWN], *more)]
+    lines = [str(why) for why in start.why]
+    lines += [f"missing or damaged: {name}" for name in start.missing]
+    lines += [f"failed: {name}" for name in start.failed]
+    more = [f"and {len(lines) - MAX_DIFFERENCES} more"] if len(lines) > MAX_DIFFERENCES else []
+    return [f"{start.label}: {line}" for line in (*lines[:MAX_DIFFERENCES], *more)]
 
 
-def _source(artifact: Kept, sources: Mapping[str, str]) -> str | None:
-    """Returns the model's source as the spec names it, not the folder that it was fetched to."""
-    return None if artifact.record is None else sources.get(artifact.record.source, artifact.record.source)
-
-
-def compiled_dict(artifact: Kept, sources: Mapping[str, str]) -> dict[str, Any]:
-    return {
-        **fields_of(artifact, "name state bytes used_at"),
-        "source": _source(artifact, sources),
-        **fields_of(artifact.record, "engine compiler flags tp_degree dtype shapes layout"),
-        "damaged": list(artifact.damaged),
-    }
-
-
-def compiled_table(folder: Path, artifacts: Sequence[Kept], sources: Mapping[str, str]) -> str:
-    header = ("NAME", "ENGINE", "SOURCE", "COMPILER", "TP", "DTYPE", "STATE", "SIZE", "USED")
-    rows = []
-    for artifact in artifacts:
-        engine, compiler, tp_degree, dtype = fields_of(artifact.record, "engine compiler tp_degree dtype").values()
-        made = (artifact.name, engine, _source(artifact, sources) or None, compiler or None, tp_degree, dtype)
-        rows.append((*made, artifact.state, size_text(artifact.bytes), age(artifact.used_at)))
-    return f"Compiled artifacts in {folder}\n" + (columns(header, rows) if rows else "none")
+def _as_named(artifact: Kept, sources: Mapping[str, str]) -> Kept:
+    """Returns the artifact with its model's source as the spec names it, not the folder that it was fetched to."""
+    if artifact.record is None or artifact.record.source not in sources:
+        return artifact
+    record = msgspec.structs.replace(artifact.record, source=sources[artifact.record.source])
+    return msgspec.structs.replace(artifact, record=record)
 
 
 def age(at: float) -> str | None:

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from orchestrator.cli.app import FAILED, FormatOption, SpecArgument, app
+from orchestrator.cli.app import FAILED, FormatOption, SpecArgument, app, known_model, option, switch, valid_spec
 from orchestrator.cli.bars import Bar, Bars
 from orchestrator.cli.output import Format, can_redraw, complain, say, show, stderr
 from orchestrator.compiling import hub_push
@@ -20,7 +20,7 @@ from orchestrator.process.failure import Failed
 from orchestrator.process.home import Home
 from orchestrator.process.text_table import columns
 from orchestrator.revisions.spec_file import SpecFile, load
-from placements.spec.problems import has_errors
+from placements.spec.schema import ModelSpec
 from workers.artifacts.sources.listing import SourceError
 from workers.compiling.memory_gate import free_gib
 from workers.neff_cache.shared_artifacts import FOLDER
@@ -38,34 +38,22 @@ WORDS = {
 def compile_spec(
     spec: SpecArgument,
     model: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--model", metavar="NAME", help="Name of a model to compile. Repeatable.", show_default="all models"
-        ),
+        list[str] | None, option("NAME", "Name of a model to compile. Repeatable.", "--model", default="all models")
     ] = None,
-    jobs: Annotated[int, typer.Option(min=1, max=256, metavar="N", help="Maximum number of parallel jobs.")] = 256,
+    jobs: Annotated[int, option("N", "Maximum number of parallel jobs.", min=1, max=256)] = 256,
     memory_gb: Annotated[
-        float | None,
-        typer.Option(
-            min=0.1, metavar="N", help="Host memory for all compilations, in GiB.", show_default="the free memory"
-        ),
+        float | None, option("N", "Host memory for all compilations, in GiB.", default="the free memory", min=0.1)
     ] = None,
-    push: Annotated[bool, typer.Option("--push", help="Upload compiled artifacts to each model's neff_cache.")] = False,
-    push_to_hub: Annotated[
-        str | None, typer.Option(metavar="REPO", help="Upload them to this Hugging Face Hub repository.")
-    ] = None,
+    push: Annotated[bool, switch("--push", "Upload compiled artifacts to each model's neff_cache.")] = False,
+    push_to_hub: Annotated[str | None, option("REPO", "Upload them to this Hugging Face Hub repository.")] = None,
     output: FormatOption = Format.TABLE,
 ) -> None:
     """Compile the models of a spec ahead of time. Needs no fleet or devices."""
     file = load(spec, folders="plan")
-    if file.spec is None or has_errors(file.problems):
-        complain(file.problems)
-        say(f"{file.name} has errors: nothing was compiled")
-        raise typer.Exit(FAILED)
-    names = model or []
-    _check_names(file, names)
+    names, every = model or [], valid_spec(file, "nothing was compiled").models
+    models = [known_model(file, name) for name in names] or every
     if push:
-        _check_places(file, names)
+        _check_places(models)
     if push_to_hub is not None:
         hub_push.opened(push_to_hub)
     outcomes = _compile(file, names, jobs, free_gib() if memory_gb is None else memory_gb, push)
@@ -89,19 +77,8 @@ def compile_spec(
     raise typer.Exit(FAILED if problems else 0)
 
 
-def _check_names(file: SpecFile, names: Sequence[str]) -> None:
-    """Raises Failed for a model that the spec does not have."""
-    assert file.spec is not None
-    models = [model.name for model in file.spec.models]
-    for name in names:
-        if name not in models:
-            raise Failed("model-unknown", f"{file.name} has no model {name}", f"it has {', '.join(models)}")
-
-
-def _check_places(file: SpecFile, names: Sequence[str]) -> None:
+def _check_places(models: Sequence[ModelSpec]) -> None:
     """Check before hours of compiling that each ``neff_cache`` to push to is writable. Raises Failed."""
-    assert file.spec is not None
-    models = [model for model in file.spec.models if not names or model.name in names]
     places = dict.fromkeys(model.neff_cache_location for model in models if model.neff_cache_location)
     without = ", ".join(model.name for model in models if not model.neff_cache_location)
     hint = "set neff_cache to s3://BUCKET/PREFIX, or to a folder shared by all hosts"
@@ -117,7 +94,7 @@ def _check_places(file: SpecFile, names: Sequence[str]) -> None:
                 hint = "check that it is mounted, and its owner"
                 raise Failed("neff-cache-unwritable", f"{place} cannot be written", hint)
         except SourceError as error:
-            raise Failed(error.id, error.what, error.hint) from None
+            raise Failed.of(error) from None
 
 
 def _compile(file: SpecFile, names: Sequence[str], jobs: int, memory_gib: float, push: bool) -> list[CompileOutcome]:

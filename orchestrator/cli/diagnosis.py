@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
-
 from orchestrator.cli.bootstrap import EngineEntry, on_machine
+from orchestrator.cli.output import fields_of
 from orchestrator.fleet.fleet_status import ReplicaInFleet
 from placements.facts.core_range import runs
 from placements.facts.engines import AUTO_ENGINES, runs_on
@@ -93,51 +92,39 @@ class Report:
         readings, facts = self.readings, self.readings.facts
         replica_of = _replica_ids(readings)
         return {
-            "versions": {"corewright": readings.corewright, "python": readings.python, "ray": readings.ray},
-            "packages": dict(readings.interpreters[0].interpreter.folders),
+            "versions": fields_of(readings, "corewright python ray"),
+            "packages": readings.interpreters[0].interpreter.folders,
             "machine": {
                 "instance": facts.instance_type,
-                "devices": list(readings.dev),
+                "devices": readings.dev,
                 "cores": len(facts.cores),
-                "versions": msgspec.structs.asdict(facts.versions),
+                "versions": facts.versions,
             },
-            "sdk": list(self.sdks),
+            "sdk": self.sdks,
             "environments": [
-                {
-                    "python": item.python,
-                    "version": item.version,
-                    "sdk": sdk_of(item.packages),
-                    "packages": item.packages,
-                }
+                {**fields_of(item, "python version"), "sdk": sdk_of(item.packages), "packages": item.packages}
                 for item in readings.environments
             ],
-            "engines": [entry.as_dict() for entry in self.engines],
-            "fleet": None if readings.fleet is None else {"name": readings.fleet.name, "url": readings.fleet.url},
+            "engines": self.engines,
+            "fleet": None if readings.fleet is None else fields_of(readings.fleet, "name url"),
             "held": [
-                {"cores": str(cores), "pid": owner.pid, "command": owner.command, "replica": replica_of.get(owner.pid)}
+                {"cores": str(cores), **fields_of(owner, "pid command"), "replica": replica_of.get(owner.pid)}
                 for cores, owner in runs(self.held)
             ],
             "interpreters": [
                 {
-                    "python": reading.interpreter.python,
-                    "version": reading.interpreter.version,
-                    "ray": reading.interpreter.ray,
-                    "corewright": reading.interpreter.corewright,
-                    "packages": reading.interpreter.packages,
-                    "engines": [
-                        {
-                            "engine": drift.engine,
-                            "version": drift.installed,
-                            "compared_with": drift.recorded,
-                            "drift": drift.lines(),
-                        }
-                        for drift in reading.drifts
-                    ],
+                    **fields_of(reading.interpreter, "python version ray corewright packages"),
+                    "engines": [_drift_fields(drift) for drift in reading.drifts],
                 }
                 for reading in readings.interpreters
             ],
-            "problems": [problem.as_dict() for problem in self.problems],
+            "problems": self.problems,
         }
+
+
+def _drift_fields(drift: Drift) -> dict[str, Any]:
+    names = {"engine": drift.engine, "version": drift.installed, "compared_with": drift.recorded}
+    return {**names, "drift": drift.lines()}
 
 
 def report(readings: Readings) -> Report:

@@ -14,7 +14,7 @@ import msgspec
 import typer
 
 import orchestrator
-from orchestrator.cli.app import FAILED, FormatOption, app
+from orchestrator.cli.app import FAILED, FormatOption, app, argument, option, switch
 from orchestrator.cli.bootstrap import COLUMNS, Bootstrap, MachineSituation, ModelReading
 from orchestrator.cli.bootstrap import bootstrap as plan_bootstrap
 from orchestrator.cli.client import find_fleet
@@ -257,18 +257,16 @@ def _row(reading: InterpreterReading) -> tuple[object, ...]:
 
 @app.command()
 def doctor(
-    spec: Annotated[
-        str | None, typer.Argument(metavar="SPEC", help="Spec whose hosts, engines and interpreters to check too.")
-    ] = None,
+    spec: Annotated[str | None, argument("SPEC", "Spec whose hosts, engines and interpreters to check too.")] = None,
     bootstrap: Annotated[
-        bool, typer.Option("--bootstrap", help="Print the steps from an AWS image to a running fleet, without checks.")
+        bool, switch("--bootstrap", "Print the steps from an AWS image to a running fleet, without checks.")
     ] = False,
     sdk: Annotated[
         str | None,
-        typer.Option(
-            metavar="VERSION",
-            help="Release of the Neuron SDK for --bootstrap, such as 2.28.",
-            show_default="this machine's, or the last one with the engines",
+        option(
+            "VERSION",
+            "Release of the Neuron SDK for --bootstrap, such as 2.28.",
+            default="this machine's, or the last one with the engines",
         ),
     ] = None,
     output: FormatOption = Format.TABLE,

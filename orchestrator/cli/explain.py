@@ -8,10 +8,17 @@ from typing import Any
 
 import typer
 
-from orchestrator.api.refused import OperationRefused
-from orchestrator.cli.app import FAILED, FormatOption, ModelArgument, OfflineOption, OptionalSpecArgument, app
+from orchestrator.cli.app import (
+    FAILED,
+    FormatOption,
+    ModelArgument,
+    OfflineOption,
+    OptionalSpecArgument,
+    app,
+    known_model,
+)
 from orchestrator.cli.client import AdminClient, with_fleet
-from orchestrator.cli.output import Format, show, stdout, use_color
+from orchestrator.cli.output import Format, complain, show, stdout, use_color
 from orchestrator.cli.plan_result import cores_text, move_lines, text_of
 from orchestrator.process.failure import Failed
 from orchestrator.revisions.spec_file import SpecFile, load
@@ -40,15 +47,10 @@ def explanation(file: SpecFile | None, fleet: AdminClient | None, model: str) ->
     if file is None:
         raise Failed("no-fleet", "no fleet is running", "pass a spec: corewright explain MODEL SPEC")
     if file.spec is None:
-        hint = "run `corewright validate SPEC`"
-        raise OperationRefused("spec-invalid", f"{file.name} is not a valid spec", hint, problems=file.problems)
-    model_spec = file.spec.model(model)
-    if model_spec is None:
-        names = ", ".join(item.name for item in file.spec.models)
-        raise OperationRefused(
-            "model-unknown", f"{file.name} has no model {model}", f"it has {names}", problems=file.problems
-        )
-    result = explain(Question(model_spec, file.spec, file.hosts, file.checkpoints, file.drafts), file.problems)
+        complain(file.problems)
+        raise Failed("spec-invalid", f"{file.name} is not a valid spec", "run `corewright validate SPEC`")
+    question = Question(known_model(file, model), file.spec, file.hosts, file.checkpoints, file.drafts)
+    result = explain(question, file.problems)
     return {"index": None, "revision": None, **result.as_dict()}
 
 

@@ -15,7 +15,17 @@ from typing import IO, Annotated, Any, cast
 import msgspec
 import typer
 
-from orchestrator.cli.app import FAILED, INTERRUPTED, ModelArgument, SpecArgument, app
+from orchestrator.cli.app import (
+    FAILED,
+    INTERRUPTED,
+    ModelArgument,
+    SpecArgument,
+    app,
+    known_model,
+    option,
+    switch,
+    valid_spec,
+)
 from orchestrator.cli.output import complain, say, stdout
 from orchestrator.daemon.settings import store_here
 from orchestrator.process.failure import Failed
@@ -41,15 +51,8 @@ END_S = 5.0  # for the process to exit after SIGTERM; then it is killed
 
 def generate_once(file: SpecFile, model: str, question: dict[str, Any]) -> int:
     """Returns the exit code. ``question`` has fields of ``GenerateJob``. Raises Failed if the model cannot start."""
-    spec = file.spec
-    if spec is None or has_errors(file.problems):
-        complain(file.problems)
-        say(f"{file.name} has errors: nothing was started")
-        return FAILED
-    model_spec = spec.model(model)
-    if model_spec is None:
-        names = ", ".join(item.name for item in spec.models)
-        raise Failed("model-unknown", f"{file.name} has no model {model}", f"it has {names}")
+    valid_spec(file, "nothing was started")
+    model_spec = known_model(file, model)
     if model_spec.kind != "generate":
         what = f"{model} does not generate: its kind is {model_spec.kind}"
         raise Failed("generate-refused", what, "start the fleet, and send it requests: docs/api.md")
@@ -66,7 +69,7 @@ def generate_once(file: SpecFile, model: str, question: dict[str, Any]) -> int:
         return FAILED
     places = offline.places(model_spec)
     if isinstance(places, Failure):
-        raise Failed(places.id, places.what, places.hint)
+        raise Failed.of(places)
     with contextlib.ExitStack() as resources:
         placement = next(iter(places.values()))
         return _generate(_config(offline, placement, home, resources), placement, question)
@@ -102,7 +105,7 @@ def _config(
     and for an unusable interpreter or engine."""
     config = offline.config(placement)
     if isinstance(config, Failure):
-        raise Failed(config.id, config.what, config.hint)
+        raise Failed.of(config)
     log = str(home.logs / f"generate-{placement.model}.log")
     return _fetch(msgspec.structs.replace(config, log=log), home, resources)
 
@@ -119,7 +122,7 @@ def _fetch(config: ReplicaConfig, home: Home, resources: contextlib.ExitStack) -
             landed[keys] = fetch(artifact, Progress(artifact.source), threading.Event())
             resources.enter_context(using(landed[keys].folder))
     except SourceError as error:
-        raise Failed(error.id, error.what, error.hint) from None
+        raise Failed.of(error) from None
     return with_folders(config, landed)
 
 
@@ -135,7 +138,7 @@ def _compile(config: ReplicaConfig) -> None:
     say(f"compiling {config.model} ({config.engine}): {'; '.join(forecast.missing)}")
     result = prefetch.build(config, Progress(config.model), threading.Event())
     if isinstance(result, Failure) and result.id != NEEDS_DEVICE:
-        raise Failed(result.id, result.what, result.hint)
+        raise Failed.of(result)
     if not isinstance(result, Failure) and result.pulled and not result.compiled:
         say(f"nothing to compile: all graphs came from {config.neff_cache}")
 
@@ -176,7 +179,7 @@ def _print_answer(process: subprocess.Popen[bytes], job: GenerateJob) -> int:
             return 0
         else:
             assert isinstance(message, Trouble)
-            raise Failed(message.failure.id, message.failure.what, message.failure.hint)
+            raise Failed.of(message.failure)
     code = process.wait()
     cause = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
     raise Failed("replica-died", f"the process of {job.config.model} {cause}", f"see {Path(job.config.log)}")
@@ -186,24 +189,13 @@ def _print_answer(process: subprocess.Popen[bytes], job: GenerateJob) -> int:
 def generate(
     spec: SpecArgument,
     model: ModelArgument,
-    prompt: Annotated[
-        str, typer.Option(metavar="TEXT", help="User message; plain text for a model without a chat template.")
-    ],
-    raw: Annotated[bool, typer.Option("--raw", help="Send TEXT without the chat template.")] = False,
-    max_tokens: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Maximum number of output tokens.", show_default="128")
-    ] = None,
-    temperature: Annotated[
-        float, typer.Option(min=0, max=2, metavar="T", help="Sampling temperature; 0 is greedy.")
-    ] = 0.0,
-    top_k: Annotated[
-        int, typer.Option(min=0, metavar="K", help="Sample from the K most probable tokens; 0 disables the limit.")
-    ] = 0,
+    prompt: Annotated[str, option("TEXT", "User message; plain text for a model without a chat template.")],
+    raw: Annotated[bool, switch("--raw", "Send TEXT without the chat template.")] = False,
+    max_tokens: Annotated[int | None, option("N", "Maximum number of output tokens.", default="128", min=1)] = None,
+    temperature: Annotated[float, option("T", "Sampling temperature; 0 is greedy.", min=0, max=2)] = 0.0,
+    top_k: Annotated[int, option("K", "Sample from the K most probable tokens; 0 disables the limit.", min=0)] = 0,
     top_p: Annotated[
-        float,
-        typer.Option(
-            min=0.001, max=1, metavar="P", help="Sample from the most probable tokens with a total probability of P."
-        ),
+        float, option("P", "Sample from the most probable tokens with a total probability of P.", min=0.001, max=1)
     ] = 1.0,
 ) -> None:
     """Generate one answer with a model, without a fleet."""

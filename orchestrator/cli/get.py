@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from orchestrator.cli.app import app, bad_parameter, names_of
+from orchestrator.cli.app import app, argument, bad_parameter, names_of, option, switch
 from orchestrator.cli.client import AdminClient, the_fleet, typed
 from orchestrator.cli.follow import coming, latest
 from orchestrator.cli.listing import TABLES, RevisionRow, Row, Table, items_by_name, selected
@@ -53,24 +53,15 @@ class _RevisionText(RevisionRow, frozen=True):
 
 @app.command()
 def get(
-    kind: Annotated[
-        ObjectKind, typer.Argument(metavar="models|replicas|hosts|revisions|events", help="Kind of the items.")
-    ],
+    kind: Annotated[ObjectKind, argument("models|replicas|hosts|revisions|events", "Kind of the items.")],
     name: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="NAME", help="Name of one item; for events the name of a model.", autocompletion=_names_to_get
-        ),
+        str | None, argument("NAME", "Name of one item; for events the name of a model.", autocompletion=_names_to_get)
     ] = None,
     selector: Annotated[
         list[str] | None,
-        typer.Option(
-            "--selector", "-l", metavar="FIELD=TEXT", help="Only items with this field, or FIELD!=TEXT. Repeatable."
-        ),
+        option("FIELD=TEXT", "Only items with this field, or FIELD!=TEXT. Repeatable.", "--selector", "-l"),
     ] = None,
-    watch: Annotated[
-        bool, typer.Option("--watch", "-w", help="Continue with the items that change, until Ctrl-C.")
-    ] = False,
+    watch: Annotated[bool, switch("--watch", "Continue with the items that change, until Ctrl-C.", "-w")] = False,
     output: Annotated[
         ListFormat, typer.Option("--output", "-o", help="Output format; wide has more columns.")
     ] = ListFormat.TABLE,

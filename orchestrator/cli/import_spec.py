@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from orchestrator.cli.app import FAILED, FormatOption, bad_parameter, group
+from orchestrator.cli.app import FAILED, FormatOption, argument, bad_parameter, group, one_of, option, switch
 from orchestrator.cli.output import Format, say, show
 from orchestrator.process.failure import Failed
 from orchestrator.sagemaker.model_folder import PROPERTIES, content, label, lmi_models
@@ -23,39 +23,34 @@ importing = group("import", "Convert the settings of another server to a spec.")
 def import_from_lmi(
     file: Annotated[
         str | None,
-        typer.Argument(
-            metavar="FILE|DIR",
-            help=f"A {PROPERTIES}; a model's folder with one; or a folder of such folders. - reads standard input.",
-            show_default=False,
+        argument(
+            "FILE|DIR",
+            f"A {PROPERTIES}; a model's folder with one; or a folder of such folders. - reads standard input.",
+            default=False,
         ),
     ] = None,
     env: Annotated[
         str | None,
-        typer.Option(
-            "--env",
-            metavar="FILE",
-            help="The container's environment: lines KEY=VALUE, or JSON, such as the output of `aws sagemaker "
+        option(
+            "FILE",
+            "The container's environment: lines KEY=VALUE, or JSON, such as the output of `aws sagemaker "
             "describe-model`. - reads standard input.",
-            show_default=False,
+            "--env",
+            default=False,
         ),
     ] = None,
-    instance: Annotated[
-        str, typer.Option(metavar="TYPE", help="The instance type that the spec is for.")
-    ] = "inf2.48xlarge",
+    instance: Annotated[str, option("TYPE", "The instance type that the spec is for.")] = "inf2.48xlarge",
     lmi_version: Annotated[
         str | None,
-        typer.Option(
-            metavar="X.Y",
-            help="The version of DJL Serving, for its defaults.",
-            show_default=f"that of the image in --env, or {'.'.join(map(str, VERSION))}",
+        option(
+            "X.Y",
+            "The version of DJL Serving, for its defaults.",
+            default=f"that of the image in --env, or {'.'.join(map(str, VERSION))}",
         ),
     ] = None,
-    engine: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="An engine for all models.", show_default="the one that LMI used"),
-    ] = None,
+    engine: Annotated[str | None, option("NAME", "An engine for all models.", default="the one that LMI used")] = None,
     trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Keep `trust_remote_code` where LMI had it.")
+        bool, switch("--trust-remote-code", "Keep `trust_remote_code` where LMI had it.")
     ] = False,
     output: FormatOption = Format.TABLE,
 ) -> None:
@@ -63,10 +58,9 @@ def import_from_lmi(
     error."""
     if file is None and env is None:
         raise typer.BadParameter(f"nothing to import: pass a {PROPERTIES}, a folder or --env FILE")
-    if instance not in TOPOLOGIES:
-        raise typer.BadParameter(f"{instance} is none of {', '.join(TOPOLOGIES)}", param_hint="--instance")
-    if engine is not None and engine not in NAMED_ENGINES:
-        raise typer.BadParameter(f"{engine} is none of {', '.join(NAMED_ENGINES)}", param_hint="--engine")
+    one_of("--instance", instance, TOPOLOGIES)
+    if engine is not None:
+        one_of("--engine", engine, NAMED_ENGINES)
     with bad_parameter("--lmi-version"):
         version = None if lmi_version is None else _version(lmi_version)
     try:

@@ -5,9 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from orchestrator.cli.app import DEMO, app
+from orchestrator.cli.app import DEMO, app, argument, one_of, option
 from orchestrator.cli.output import say, stdout
 from orchestrator.process.failure import Failed
 from placements.facts.topology import DEGREES, TOPOLOGIES, Topology
@@ -116,16 +114,12 @@ def spec_for(topology: Topology | None, name: str, *, here: bool = True) -> str:
 
 @app.command()
 def init(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="The file to write; - for standard output.")] = Path(
-        "fleet.yaml"
-    ),
-    instance: Annotated[
-        str | None, typer.Option(metavar="TYPE", help="The instance type.", show_default="this machine's")
-    ] = None,
+    file: Annotated[Path, argument("FILE", "The file to write; - for standard output.")] = Path("fleet.yaml"),
+    instance: Annotated[str | None, option("TYPE", "The instance type.", default="this machine's")] = None,
 ) -> None:
     """Write a commented spec for this machine. Never overwrites a file."""
-    if instance is not None and instance not in TOPOLOGIES:
-        raise typer.BadParameter(f"{instance!r} is not one of {', '.join(TOPOLOGIES)}", param_hint="--instance")
+    if instance is not None:
+        one_of("--instance", instance, TOPOLOGIES)
     found = instance or this_host.instance_type()
     name = "fleet.yaml" if str(file) == "-" else str(file)
     text = spec_for(TOPOLOGIES.get(found or ""), name, here=instance is None)

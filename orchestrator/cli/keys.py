@@ -20,46 +20,63 @@ from orchestrator.access.keys import (
     read_limit,
     shown,
 )
-from orchestrator.cli.app import FormatOption, YesOption, app, group
+from orchestrator.cli.app import FormatOption, YesOption, app, argument, group, option, with_options
 from orchestrator.cli.client import running_fleet
+from orchestrator.cli.listing import Column, Table, clock
 from orchestrator.cli.output import Format, confirmed, fields_of, say, show
 from orchestrator.process.addresses import is_loopback
 from orchestrator.process.failure import Failed
 from orchestrator.process.home import Home
-from orchestrator.process.text_table import columns
 
 keys = group("keys", "Manage the API keys of this home. A running fleet applies changes within a second.")
 
-ALLOWED = ("WEIGHT", "PRIORITY", "REQ/MIN", "TOK/MIN", "AT ONCE")
 LIMITS = "requests_per_minute tokens_per_minute max_concurrent"
 LATEST = 20  # actions that are shown by default
 
-WeightOption = Annotated[
-    float | None,
-    typer.Option(
-        metavar="W",
-        help="Share of a model's tokens while requests of several keys wait (new keys: 1).",
-        show_default=False,
+ALLOWANCE: dict[str, Any] = {  # the options for the fields of Allowance, of which None is not given
+    "weight": Annotated[
+        float | None,
+        option("W", "Share of a model's tokens while requests of several keys wait (new keys: 1).", default=False),
+    ],
+    "priority": Annotated[
+        int | None,
+        option("P", "Best priority of the key's requests; lower values are served first (new keys: 0).", default=False),
+    ],
+    "requests_per_minute": Annotated[str | None, option("N|none", "Maximum requests per minute.", default=False)],
+    "tokens_per_minute": Annotated[
+        str | None, option("N|none", "Maximum tokens per minute, prompts and outputs.", default=False)
+    ],
+    "max_concurrent": Annotated[str | None, option("N|none", "Maximum concurrent requests.", default=False)],
+}
+KEYS: Table[ApiKey] = Table(
+    lambda key: key.id,
+    (
+        Column("ID", lambda key: key.id),
+        Column("NAME", lambda key: key.name),
+        Column("SCOPES", lambda key: ",".join(key.scopes)),
+        Column("MODELS", lambda key: ",".join(key.models) or "all"),
+        Column("WEIGHT", lambda key: f"{key.weight:g}"),
+        Column("PRIORITY", lambda key: key.priority),
+        Column("REQ/MIN", lambda key: key.requests_per_minute),
+        Column("TOK/MIN", lambda key: key.tokens_per_minute),
+        Column("AT ONCE", lambda key: key.max_concurrent),
+        Column("CREATED", lambda key: clock(key.created)),
+        Column("EXPIRES", lambda key: (clock(key.expires) or "never") + (" (expired)" * key.expired(time.time()))),
     ),
-]
-PriorityOption = Annotated[
-    int | None,
-    typer.Option(
-        metavar="P",
-        help="Best priority of the key's requests; lower values are served first (new keys: 0).",
-        show_default=False,
+)
+ACTIONS: Table[AuditLine] = Table(
+    lambda entry: entry.request,
+    (
+        Column("TIME", lambda entry: clock(entry.at)),
+        Column("WHO", lambda entry: entry.who),
+        Column("BY", lambda entry: entry.by or None),
+        Column("ACTION", lambda entry: entry.action),
+        Column("OUTCOME", lambda entry: entry.status),
+        Column("REVISION", lambda entry: entry.revision),
+        Column("ARGUMENTS", lambda entry: " ".join(f"{name}={value!r}" for name, value in entry.arguments.items())),
     ),
-]
-RequestsOption = Annotated[
-    str | None, typer.Option(metavar="N|none", help="Maximum requests per minute.", show_default=False)
-]
-TokensOption = Annotated[
-    str | None,
-    typer.Option(metavar="N|none", help="Maximum tokens per minute, prompts and outputs.", show_default=False),
-]
-ConcurrentOption = Annotated[
-    str | None, typer.Option(metavar="N|none", help="Maximum concurrent requests.", show_default=False)
-]
+)
+KeyArgument = Annotated[str, argument("ID|NAME", "ID or name of the key, as shown by `keys list`.")]
 
 
 class ScopeName(str, Enum):
@@ -67,45 +84,29 @@ class ScopeName(str, Enum):
     ADMIN = "admin"
 
 
-ScopeOption = Annotated[
-    list[ScopeName] | None,
-    typer.Option(
-        help="Scope of the key: inference (the models) or admin (the fleet). Repeatable.",
-        show_default="inference",
-    ),
-]
-ModelOption = Annotated[
-    list[str] | None,
-    typer.Option(metavar="M", help="Restrict the key to this model. Repeatable.", show_default="all models"),
-]
-ExpiresOption = Annotated[
-    str | None,
-    typer.Option(metavar="WHEN", help="Expiry: a duration such as 30d or 12h, a date or a time.", show_default="never"),
-]
-ActivateOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="WHEN",
-        help="With the first key: when to start requiring keys, such as 30m or a time.",
-        show_default="now",
-    ),
-]
-
-
 @keys.command("create")
+@with_options(ALLOWANCE)
 def create(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the key, shown in lists and logs.")],
-    scope: ScopeOption = None,
-    model: ModelOption = None,
-    expires: ExpiresOption = None,
-    weight: WeightOption = None,
-    priority: PriorityOption = None,
-    requests_per_minute: RequestsOption = None,
-    tokens_per_minute: TokensOption = None,
-    max_concurrent: ConcurrentOption = None,
-    activate_at: ActivateOption = None,
+    name: Annotated[str, argument("NAME", "Name of the key, shown in lists and logs.")],
+    scope: Annotated[
+        list[ScopeName] | None,
+        typer.Option(
+            help="Scope of the key: inference (the models) or admin (the fleet). Repeatable.", show_default="inference"
+        ),
+    ] = None,
+    model: Annotated[
+        list[str] | None, option("M", "Restrict the key to this model. Repeatable.", default="all models")
+    ] = None,
+    expires: Annotated[
+        str | None, option("WHEN", "Expiry: a duration such as 30d or 12h, a date or a time.", default="never")
+    ] = None,
+    activate_at: Annotated[
+        str | None,
+        option("WHEN", "With the first key: when to start requiring keys, such as 30m or a time.", default="now"),
+    ] = None,
     yes: YesOption = False,
     output: FormatOption = Format.TABLE,
+    **allowance: Any,
 ) -> None:
     """Create an API key and print it once. The first key enables authentication."""
     home = Home.from_environment()
@@ -115,24 +116,16 @@ def create(
     chosen = {item.value for item in scope or (ScopeName.INFERENCE,)}
     scopes = tuple(known for known in SCOPES if known in chosen)
     models = tuple(model or ())
-    limits = _limits(weight, priority, requests_per_minute, tokens_per_minute, max_concurrent)
-    allowance = Allowance(**limits)
-    check_new(name, models, allowance)
+    limits = _given(allowance)
+    check_new(name, models, Allowance(**limits))
     home.prepare()
     file = KeyFile(home.keys)
     if starts is None and file.read().keyless_until is None:
         _confirm_closing(file.read(), now, yes, "--activate-at 30m gives clients time to get their keys")
-    arguments = {
-        "name": name,
-        "scopes": scopes,
-        "models": models,
-        "expires": ends,
-        "activate_at": starts,
-        **_audited(limits),
-    }
-    with recorded_command(home, "keys create", arguments):
+    arguments = {"name": name, "scopes": scopes, "models": models, "expires": ends, "activate_at": starts}
+    with recorded_command(home, "keys create", arguments | _audited(limits)):
         key, text = file.create(
-            name, scopes=scopes, models=models, expires=ends, allowance=allowance, activate_at=starts, now=now
+            name, scopes=scopes, models=models, expires=ends, allowance=Allowance(**limits), activate_at=starts, now=now
         )
     ring = file.read()
     if not ring.requires_key(now):
@@ -143,17 +136,10 @@ def create(
 
 
 @keys.command("set")
-def change(
-    key: Annotated[str, typer.Argument(metavar="ID|NAME", help="ID or name of the key, as shown by `keys list`.")],
-    weight: WeightOption = None,
-    priority: PriorityOption = None,
-    requests_per_minute: RequestsOption = None,
-    tokens_per_minute: TokensOption = None,
-    max_concurrent: ConcurrentOption = None,
-    output: FormatOption = Format.TABLE,
-) -> None:
+@with_options(ALLOWANCE)
+def change(key: KeyArgument, output: FormatOption = Format.TABLE, **allowance: Any) -> None:
     """Change the weight, priority or limits of a key. Options that are not given stay unchanged."""
-    limits = _limits(weight, priority, requests_per_minute, tokens_per_minute, max_concurrent)
+    limits = _given(allowance)
     if not limits:
         raise typer.BadParameter("pass --weight, --priority or a limit", param_hint="options")
     home = Home.from_environment()
@@ -168,32 +154,15 @@ def list_keys(output: FormatOption = Format.TABLE) -> None:
     """List the keys, without their secrets."""
     ring = KeyFile(Home.from_environment().keys).read()
     now = time.time()
-    rows = [
-        (
-            key.id,
-            key.name,
-            ",".join(key.scopes),
-            ",".join(key.models) or "all",
-            f"{key.weight:g}",
-            *fields_of(key, f"priority {LIMITS}").values(),
-            _time(key.created),
-            "never" if key.expires is None else _time(key.expires) + (" (expired)" if key.expired(now) else ""),
-        )
-        for key in ring.keys
-    ]
-    table = columns(("ID", "NAME", "SCOPES", "MODELS", *ALLOWED, "CREATED", "EXPIRES"), rows) if rows else "no keys"
     listed = [_as_dict(key) for key in ring.keys]
     data = {"required": ring.requires_key(now), "keyless_until": ring.keyless_until, "keys": listed}
-    show(data, output, table)
+    show(data, output, KEYS.text(ring.keys) if ring.keys else "no keys")
     if output is Format.TABLE and not ring.requires_key(now):
         say(access(ring, now))
 
 
 @keys.command("revoke")
-def revoke(
-    key: Annotated[str, typer.Argument(metavar="ID|NAME", help="ID or name of the key, as shown by `keys list`.")],
-    output: FormatOption = Format.TABLE,
-) -> None:
+def revoke(key: KeyArgument, output: FormatOption = Format.TABLE) -> None:
     """Revoke a key. Running requests finish, and authentication stays enabled."""
     home = Home.from_environment()
     with recorded_command(home, "keys revoke", {"key": shown(key)}):
@@ -208,8 +177,7 @@ def revoke(
 @keys.command("open")
 def open_(
     until: Annotated[
-        str | None,
-        typer.Option(metavar="WHEN", help="When to require keys again, such as 2h or a time.", show_default="never"),
+        str | None, option("WHEN", "When to require keys again, such as 2h or a time.", default="never")
     ] = None,
 ) -> None:
     """Accept requests without a key on loopback, until `keys create` or `keys close`."""
@@ -240,7 +208,7 @@ def access(ring: KeyRing, now: float) -> str:
     """Returns a sentence that says which requests need a key."""
     if ring.requires_key(now):
         return "every request needs a key"
-    until = "" if ring.keyless_until is None else f" until {_time(ring.keyless_until)}"
+    until = "" if ring.keyless_until is None else f" until {clock(ring.keyless_until)}"
     return f"requests without a key are accepted on loopback{until}"
 
 
@@ -265,43 +233,24 @@ def _confirm_closing(ring: KeyRing, now: float, yes: bool, hint: str) -> None:
 
 @app.command()
 def audit(
-    count: Annotated[
-        int, typer.Option("-n", min=1, max=100_000, metavar="N", help="Number of actions to show.")
-    ] = LATEST,
+    count: Annotated[int, option("N", "Number of actions to show.", "-n", min=1, max=100_000)] = LATEST,
     output: FormatOption = Format.TABLE,
 ) -> None:
     """Show the last actions in the audit log. Needs no fleet."""
     entries = Audit(Home.from_environment().audit).entries(count)
-    rows = [(_time(e.at), e.who, e.by or None, e.action, e.status, e.revision, _arguments(e)) for e in entries]
-    header = ("TIME", "WHO", "BY", "ACTION", "OUTCOME", "REVISION", "ARGUMENTS")
     data = [fields_of(entry, "at who by action arguments status revision") for entry in entries]
-    show({"actions": data}, output, columns(header, rows) if rows else "nothing yet")
-
-
-def _arguments(entry: AuditLine) -> str:
-    """Returns the arguments in one line, without terminal control characters."""
-    return " ".join(f"{name}={value!r}" for name, value in entry.arguments.items())
+    show({"actions": data}, output, ACTIONS.text(entries) if entries else "nothing yet")
 
 
 def _as_dict(key: ApiKey) -> dict[str, Any]:
-    lists = {"scopes": list(key.scopes), "models": list(key.models)}
-    return {**fields_of(key, "id name"), **lists, **fields_of(key, f"created expires weight priority {LIMITS}")}
+    return fields_of(key, f"id name scopes models created expires weight priority {LIMITS}")
 
 
-def _limits(
-    weight: float | None,
-    priority: int | None,
-    requests_per_minute: str | None,
-    tokens_per_minute: str | None,
-    max_concurrent: str | None,
-) -> dict[str, Any]:
+def _given(allowance: dict[str, Any]) -> dict[str, Any]:
     """Returns the options that were given, as fields of Allowance. Raises Failed for an invalid limit."""
-    shares = {"weight": weight, "priority": priority}
-    texts = dict(zip(LIMITS.split(), (requests_per_minute, tokens_per_minute, max_concurrent), strict=True))
-    limits = {name: value for name, value in shares.items() if value is not None}
-    return limits | {
-        name: read_limit(f"--{name.replace('_', '-')}", text) for name, text in texts.items() if text is not None
-    }
+    given = {name: value for name, value in allowance.items() if value is not None}
+    texts = {name: value for name, value in given.items() if isinstance(value, str)}
+    return given | {name: read_limit(f"--{name.replace('_', '-')}", text) for name, text in texts.items()}
 
 
 def _audited(limits: dict[str, Any]) -> dict[str, Any]:
@@ -320,8 +269,4 @@ def _scope_text(key: ApiKey) -> str:
 
 
 def _expiry_text(key: ApiKey) -> str:
-    return "never expires" if key.expires is None else f"until {_time(key.expires)}"
-
-
-def _time(at: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
+    return "never expires" if key.expires is None else f"until {clock(key.expires)}"

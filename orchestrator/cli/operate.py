@@ -15,9 +15,12 @@ from orchestrator.cli.app import (
     FormatOption,
     ModelArgument,
     app,
+    argument,
     bad_parameter,
     group,
     names_of,
+    option,
+    switch,
 )
 from orchestrator.cli.client import AdminClient, the_fleet, typed
 from orchestrator.cli.output import Format, say, show
@@ -31,10 +34,8 @@ from workers.host import host_facts as this_host
 
 CoresArgument = Annotated[
     str,
-    typer.Argument(
-        metavar="HOST[:CORES]",
-        help="A host, or some of its cores, such as inf2.48xlarge/0:0-3.",
-        autocompletion=names_of("hosts"),
+    argument(
+        "HOST[:CORES]", "A host, or some of its cores, such as inf2.48xlarge/0:0-3.", autocompletion=names_of("hosts")
     ),
 ]
 
@@ -42,9 +43,7 @@ CoresArgument = Annotated[
 @app.command()
 def scale(
     model: ModelArgument,
-    count: Annotated[
-        str, typer.Argument(metavar="N|auto", help="Number of replicas; auto returns control to the autoscaler.")
-    ],
+    count: Annotated[str, argument("N|auto", "Number of replicas; auto returns control to the autoscaler.")],
     output: FormatOption = Format.TABLE,
 ) -> None:
     """Set the number of replicas of a model, overriding the spec."""
@@ -93,24 +92,15 @@ def _cordon(where: str, verb: str, output: Format) -> None:
 def drain(
     target: Annotated[
         str,
-        typer.Argument(
-            metavar="HOST|REPLICA",
-            help="Name of a host, or ID of a replica.",
-            autocompletion=names_of("hosts", "replicas"),
-        ),
+        argument("HOST|REPLICA", "Name of a host, or ID of a replica.", autocompletion=names_of("hosts", "replicas")),
     ],
     deadline_s: DeadlineOption = None,
     keep_served: Annotated[
-        bool, typer.Option("--keep-served", help="Refuse a deadline by which a model would have no replica at all.")
+        bool, switch("--keep-served", "Refuse a deadline by which a model would have no replica at all.")
     ] = False,
-    wait: Annotated[
-        bool, typer.Option("--wait", help="Wait until the host is empty, or the replica is replaced.")
-    ] = False,
+    wait: Annotated[bool, switch("--wait", "Wait until the host is empty, or the replica is replaced.")] = False,
     timeout: Annotated[
-        float | None,
-        typer.Option(
-            min=0, metavar="S", help="Timeout of --wait, in seconds; the drain continues.", show_default="no timeout"
-        ),
+        float | None, option("S", "Timeout of --wait, in seconds; the drain continues.", default="no timeout", min=0)
     ] = None,
     output: FormatOption = Format.TABLE,
 ) -> None:
@@ -140,14 +130,9 @@ hosts = group("hosts", "Wait for a host, between the steps of its maintenance.")
 
 @hosts.command("wait")
 def wait(
-    name: Annotated[str, typer.Argument(metavar="HOST", help="Name of the host.", autocompletion=names_of("hosts"))],
-    after: Annotated[
-        str | None,
-        typer.Option(metavar="NODE", help="Wait until its Ray node is not NODE.", show_default="any"),
-    ] = None,
-    timeout: Annotated[
-        float | None, typer.Option(min=0, metavar="S", help="Timeout, in seconds.", show_default="no timeout")
-    ] = None,
+    name: Annotated[str, argument("HOST", "Name of the host.", autocompletion=names_of("hosts"))],
+    after: Annotated[str | None, option("NODE", "Wait until its Ray node is not NODE.", default="any")] = None,
+    timeout: Annotated[float | None, option("S", "Timeout, in seconds.", default="no timeout", min=0)] = None,
     output: FormatOption = Format.TABLE,
 ) -> None:
     """Wait until the host is there, and every replica that has a place is ready."""
@@ -229,13 +214,11 @@ def topology_of(instance: str | None) -> Topology:
 
 @app.command("node-resources")
 def node_resources(
-    instance: Annotated[
-        str | None, typer.Option(metavar="TYPE", help="Instance type.", show_default="this machine's")
-    ] = None,
+    instance: Annotated[str | None, option("TYPE", "Instance type.", default="this machine's")] = None,
     lnc: Annotated[
         int | None, typer.Option(min=1, max=2, help="Physical cores per logical core, on trn2.", show_default="2")
     ] = None,
-    env: Annotated[bool, typer.Option("--env", help="Print lines for an environment file.")] = False,
+    env: Annotated[bool, switch("--env", "Print lines for an environment file.")] = False,
     output: FormatOption = Format.TABLE,
 ) -> None:
     """Print the options of `ray start` that make a machine a host: its label and its cores."""

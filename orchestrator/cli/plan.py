@@ -16,6 +16,8 @@ from orchestrator.cli.app import (
     SpecArgument,
     SpeedsOption,
     app,
+    option,
+    switch,
 )
 from orchestrator.cli.client import AdminClient, FleetRefused, with_fleet
 from orchestrator.cli.output import Format, show
@@ -49,10 +51,9 @@ from placements.spec.schema import Spec
 def plan(
     spec: OptionalSpecArgument = None,
     defrag: Annotated[
-        int | None,
-        typer.Option(min=1, max=1000, metavar="N", help="Show which replicas must move to free N contiguous cores."),
+        int | None, option("N", "Show which replicas must move to free N contiguous cores.", min=1, max=1000)
     ] = None,
-    brief: Annotated[bool, typer.Option("--brief", help="Omit memory, speeds, threads and environments.")] = False,
+    brief: Annotated[bool, switch("--brief", "Omit memory, speeds, threads and environments.")] = False,
     offline: OfflineOption = False,
     speeds: SpeedsOption = None,
     output: FormatOption = Format.TABLE,
@@ -150,7 +151,7 @@ def _table(data: dict[str, Any], hosts: Sequence[Host], spec: Spec | None) -> st
 def validate(
     spec: SpecArgument,
     offline: Annotated[
-        bool, typer.Option("--offline", help="Report model folders that cannot be loaded as warnings, not errors.")
+        bool, switch("--offline", "Report model folders that cannot be loaded as warnings, not errors.")
     ] = False,
     output: FormatOption = Format.TABLE,
 ) -> None:
@@ -163,7 +164,7 @@ def validate(
         )
     count = len([problem for problem in problems if problem.severity == "error"])
     verdict = f"{file.name}: {counted(count, 'error')}" if count else f"{file.name}: valid"
-    show({"problems": [problem.as_dict() for problem in problems]}, output, verdict, problems)
+    show({"problems": problems}, output, verdict, problems)
     raise typer.Exit(FAILED if count else 0)
 
 

@@ -81,8 +81,7 @@ def _resting(data: dict[str, Any], spec: Spec | None) -> tuple[str, ...]:
 def text_of(file: SpecFile) -> tuple[str, str, str]:
     """Returns the text, the file name and the folder of a spec. Raises Failed if the file could not be read."""
     if not file.text and file.problems:
-        problem = file.problems[0]
-        raise Failed(problem.id, problem.what, problem.hint)
+        raise Failed.of(file.problems[0])
     return file.text, file.name, file.base_dir
 
 

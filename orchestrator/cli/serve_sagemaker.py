@@ -11,7 +11,7 @@ from typer.main import get_group
 
 import orchestrator.cli.up as _  # noqa: F401  # the command that it continues with
 from orchestrator.advise.advice import advised
-from orchestrator.cli.app import app
+from orchestrator.cli.app import app, option, switch
 from orchestrator.cli.output import say
 from orchestrator.process.home import Home
 from orchestrator.revisions.spec_file import this_machine
@@ -33,15 +33,13 @@ SETTINGS = {  # those of `up`, unless the container's environment sets others
 
 @app.command("serve-sagemaker")
 def serve_sagemaker(
-    folder: Annotated[
-        Path, typer.Option("--model", metavar="DIR", help="The folder that SageMaker puts the model in.")
-    ] = MODEL,
+    folder: Annotated[Path, option("DIR", "The folder that SageMaker puts the model in.", "--model")] = MODEL,
     multi_model: Annotated[
         bool,
-        typer.Option(
+        switch(
             "--multi-model/--no-multi-model",
+            "Start without models; SageMaker loads and unloads them.",
             envvar="SAGEMAKER_MULTI_MODEL",
-            help="Start without models; SageMaker loads and unloads them.",
         ),
     ] = False,
     port: Annotated[

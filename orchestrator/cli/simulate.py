@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import typer
 
-from orchestrator.cli.app import (
-    FAILED,
-    FormatOption,
-    SpecArgument,
-    SpeedsOption,
-    app,
-    bad_parameter,
-)
+from orchestrator.cli.app import FAILED, FormatOption, SpecArgument, SpeedsOption, app, bad_parameter, one_of, option
 from orchestrator.cli.output import Format, complain, say, show, write
 from orchestrator.fleet.host_timing import START_S
 from orchestrator.process.durations import moment
@@ -26,69 +19,38 @@ from orchestrator.simulate.trace_file import InvalidTrace
 from orchestrator.simulate.workload import KINDS, Lengths, Workload
 from placements.spec.problems import has_errors
 
-T = TypeVar("T", bound=str)
 BEGINS = "2026-01-05"  # a Monday
 OF_THIS_MACHINE = ("threads-oversubscribed",)  # warnings that do not matter, because nothing is started
 
 TraceOption = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="Recorded requests: CSV or JSON lines, as written by `trace export`."),
+    Path | None, option("FILE", "Recorded requests: CSV or JSON lines, as written by `trace export`.")
 ]
-GenerateOption = Annotated[
-    str | None,
-    typer.Option(metavar="KIND", help="Generated requests: poisson, gamma, diurnal, onoff or mixed."),
-]
-RateOption = Annotated[
-    float,
-    typer.Option(min=0.0001, max=100000, metavar="R", help="Mean request rate of all models, in requests/s."),
-]
+GenerateOption = Annotated[str | None, option("KIND", "Generated requests: poisson, gamma, diurnal, onoff or mixed.")]
+RateOption = Annotated[float, option("R", "Mean request rate of all models, in requests/s.", min=0.0001, max=100000)]
 CvOption = Annotated[
     float | None,
-    typer.Option(
-        min=0,
-        max=50,
-        metavar="CV",
-        help="Coefficient of variation of the interarrival times.",
-        show_default="4 for gamma, else 1",
-    ),
+    option("CV", "Coefficient of variation of the interarrival times.", default="4 for gamma, else 1", min=0, max=50),
 ]
-DurationOption = Annotated[
-    float, typer.Option(min=1, max=31_536_000, metavar="S", help="Duration of the arrivals, in seconds.")
-]
-SeedOption = Annotated[int, typer.Option(min=0, metavar="N", help="Random seed of arrivals and lengths.")]
+DurationOption = Annotated[float, option("S", "Duration of the arrivals, in seconds.", min=1, max=31_536_000)]
+SeedOption = Annotated[int, option("N", "Random seed of arrivals and lengths.", min=0)]
 LengthsOption = Annotated[
     str,
-    typer.Option(
-        metavar="NAME|PROMPT:OUTPUT",
-        help="Token lengths: chat (sampled from the Azure trace of 2023), or fixed, such as 512:128.",
+    option(
+        "NAME|PROMPT:OUTPUT", "Token lengths: chat (sampled from the Azure trace of 2023), or fixed, such as 512:128."
     ),
 ]
 ShareOption = Annotated[
-    list[str] | None,
-    typer.Option(metavar="MODEL=W", help="Weight of a model's request rate; other models have 1. Repeatable."),
+    list[str] | None, option("MODEL=W", "Weight of a model's request rate; other models have 1. Repeatable.")
 ]
-AgainstOption = Annotated[
-    str | None, typer.Option(metavar="SPEC2", help="Simulate a second spec with the same load, and compare both.")
-]
-HostsOption = Annotated[
-    int | None,
-    typer.Option(min=1, max=4096, metavar="N", help="Number of hosts.", show_default="the spec's number"),
-]
+AgainstOption = Annotated[str | None, option("SPEC2", "Simulate a second spec with the same load, and compare both.")]
+HostsOption = Annotated[int | None, option("N", "Number of hosts.", default="the spec's number", min=1, max=4096)]
 HostStartOption = Annotated[
-    float,
-    typer.Option(min=0, max=86400, metavar="S", help="Start time of a machine, for hosts with `max`, in seconds."),
+    float, option("S", "Start time of a machine, for hosts with `max`, in seconds.", min=0, max=86400)
 ]
-GatewaysOption = Annotated[
-    int, typer.Option(min=1, max=64, metavar="N", help="Number of gateway processes that share the requests.")
-]
-PolicyOption = Annotated[
-    str,
-    typer.Option(metavar="NAME", help="Scaling policy: auto (the autoscaler) or fixed (always `replicas.min`)."),
-]
-HtmlOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Write an HTML report with plots to FILE.")]
-BeginsOption = Annotated[
-    str | None, typer.Option(metavar="DATE", help="Simulated start time, for schedules.", show_default=BEGINS)
-]
+GatewaysOption = Annotated[int, option("N", "Number of gateway processes that share the requests.", min=1, max=64)]
+PolicyOption = Annotated[str, option("NAME", "Scaling policy: auto (the autoscaler) or fixed (always `replicas.min`).")]
+HtmlOption = Annotated[Path | None, option("FILE", "Write an HTML report with plots to FILE.")]
+BeginsOption = Annotated[str | None, option("DATE", "Simulated start time, for schedules.", default=BEGINS)]
 
 
 @app.command()
@@ -117,7 +79,7 @@ def simulate(
         raise typer.BadParameter("no load: pass --generate poisson, or recorded requests with --trace FILE")
     if trace is not None and generate is not None:
         raise typer.BadParameter("cannot be combined with --generate", param_hint="--trace")
-    chosen = _choice(policy, POLICIES, "--policy")
+    chosen = one_of("--policy", policy, POLICIES)
     files = tuple(load(name, folders="ignore") for name in ([spec] if against is None else [spec, against]))
     generated = (
         None if generate is None else _generated_load(generate, rate, duration, lengths, cv, _shares(share, files[0]))
@@ -145,16 +107,9 @@ def simulate(
 def _generated_load(
     kind: str, rate: float, seconds: float, lengths: str, cv: float | None, shares: dict[str, float]
 ) -> Workload:
-    chosen = _choice(kind, KINDS, "--generate")
+    chosen = one_of("--generate", kind, KINDS)
     with bad_parameter("--lengths"):
         return Workload(chosen, (), rate, seconds, cv=cv, lengths=Lengths.parse(lengths), shares=shares)
-
-
-def _choice(value: str, choices: tuple[T, ...], option: str) -> T:
-    for choice in choices:
-        if choice == value:
-            return choice
-    raise typer.BadParameter(f"{value!r} is not one of {', '.join(map(str, choices))}", param_hint=option)
 
 
 def _shares(texts: list[str] | None, file: SpecFile) -> dict[str, float]:

@@ -10,9 +10,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Annotated
 
-import typer
-
-from orchestrator.cli.app import app
+from orchestrator.cli.app import app, option, switch
 from orchestrator.cli.client import AdminClient, FleetRefused, the_fleet
 from orchestrator.cli.follow import events_after, latest, rollout_line
 from orchestrator.cli.listing import EVENTS, REPLICAS, EventRow, arrivals_per_s, live, waiting
@@ -36,9 +34,9 @@ MOST_EVENTS = 200  # that are kept
 @app.command()
 def top(
     interval: Annotated[
-        float, typer.Option("--interval", "-n", min=0.2, max=60.0, metavar="S", help="Seconds between two readings.")
+        float, option("S", "Seconds between two readings.", "--interval", "-n", min=0.2, max=60.0)
     ] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Print one reading; the default without a terminal.")] = False,
+    once: Annotated[bool, switch("--once", "Print one reading; the default without a terminal.")] = False,
 ) -> None:
     """Show cores, models, queues and events of the running fleet, live. Ctrl-C ends it."""
     client = the_fleet()

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from orchestrator.cli.app import FAILED, group
+from orchestrator.cli.app import FAILED, group, option
 from orchestrator.cli.client import the_fleet
 from orchestrator.cli.output import say, stdout, write
 from orchestrator.process.durations import moment, span_s
@@ -25,19 +25,16 @@ trace = group("trace", help="Export recorded requests for `simulate`.")
 
 @trace.command()
 def export(
-    out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", help="Output file.", show_default="stdout")
-    ] = None,
+    out: Annotated[Path | None, option("FILE", "Output file.", "--out", default="stdout")] = None,
     speeds: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write the measured speeds of replicas to FILE, for `simulate --speeds`."),
+        Path | None, option("FILE", "Write the measured speeds of replicas to FILE, for `simulate --speeds`.")
     ] = None,
     since: Annotated[
         str | None,
-        typer.Option(
-            metavar="AGE|TIME",
-            help="Only requests since an age such as 90m, 12h or 3d, or an ISO 8601 time.",
-            show_default="all requests",
+        option(
+            "AGE|TIME",
+            "Only requests since an age such as 90m, 12h or 3d, or an ISO 8601 time.",
+            default="all requests",
         ),
     ] = None,
 ) -> None:

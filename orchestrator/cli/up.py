@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import os
 import sys
 import time
@@ -16,7 +15,7 @@ from typer.main import get_group
 from orchestrator.access.keys import KeyFile
 from orchestrator.access.source_policy import SourcePolicy
 from orchestrator.access.tls import CertificateFiles
-from orchestrator.cli.app import DEMO, FAILED, SpecArgument, app
+from orchestrator.cli.app import DEMO, FAILED, SpecArgument, app, switch, with_options
 from orchestrator.cli.bars import Bars
 from orchestrator.cli.doctor import engine_problems
 from orchestrator.cli.keys import access
@@ -168,28 +167,18 @@ def _curl_needs(settings: Settings) -> str:
     return needs
 
 
-def setting_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Gives a command an option for each setting of `up` that has one, in place of its parameter ``**flags``."""
-    own = [item for item in inspect.signature(command, eval_str=True).parameters.values() if item.name != "flags"]
-    options = [_parameter(setting) for setting in SETTINGS if setting.option]
-    command.__signature__ = inspect.Signature([*own, *options])  # type: ignore[attr-defined]
-    command.__annotations__ = {parameter.name: parameter.annotation for parameter in (*own, *options)}
-    return command
-
-
-def _parameter(setting: Setting) -> inspect.Parameter:
+def _setting_option(setting: Setting) -> Any:
     kind, default = setting.kind, setting.default
     shown = "off" if "/" in setting.option and not default else "on" if default is True else default
     text = setting.doc + (" Repeatable." if kind.type == list[str] else "")
     if shown:  # typer would write the text of a default in parentheses
         text += f"  [default: {f'{shown:g}' if isinstance(shown, float) else shown}]"
     option = typer.Option(setting.option, help=text, show_default=False, **kind.option)
-    annotation = Annotated[kind.type | None, option]  # type: ignore[name-defined]  # None: not given
-    return inspect.Parameter(setting.name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=annotation)
+    return Annotated[kind.type | None, option]  # None: not given
 
 
 @app.command()
-@setting_options
+@with_options({setting.name: _setting_option(setting) for setting in SETTINGS if setting.option})
 def up(
     spec: SpecArgument,
     ray_address: Annotated[
@@ -197,7 +186,7 @@ def up(
         typer.Option(envvar="RAY_ADDRESS", help="Join the Ray cluster at HOST:PORT, or the one of this machine: auto."),
     ] = None,
     detach: Annotated[
-        bool, typer.Option("--detach", help="With --ray-address: exit when the fleet is ready, and leave it running.")
+        bool, switch("--detach", "With --ray-address: exit when the fleet is ready, and leave it running.")
     ] = False,
     **flags: Any,
 ) -> None:

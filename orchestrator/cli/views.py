@@ -10,7 +10,17 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from orchestrator.cli.app import FAILED, FollowOption, FormatOption, ModelArgument, app, group, names_of
+from orchestrator.cli.app import (
+    FAILED,
+    FollowOption,
+    FormatOption,
+    ModelArgument,
+    app,
+    argument,
+    group,
+    names_of,
+    option,
+)
 from orchestrator.cli.client import FleetRefused, find_fleet, the_fleet
 from orchestrator.cli.follow import coming, event_line, events_after, latest, rollout_line
 from orchestrator.cli.get import LATEST, not_in_fleet
@@ -63,9 +73,9 @@ def status(output: FormatOption = Format.TABLE) -> None:
 def describe(
     name: Annotated[
         str,
-        typer.Argument(
-            metavar="MODEL|REPLICA|HOST",
-            help="Name of a model or host, or ID of a replica.",
+        argument(
+            "MODEL|REPLICA|HOST",
+            "Name of a model or host, or ID of a replica.",
             autocompletion=names_of("models", "replicas", "hosts"),
         ),
     ],
@@ -106,17 +116,10 @@ def _replica_of_interest(status: FleetStatus, model: str, name: str) -> int | No
 def events(
     follow: FollowOption = False,
     model: Annotated[
-        str | None,
-        typer.Option(
-            metavar="M",
-            help="Only events of this model.",
-            show_default="all models",
-            autocompletion=names_of("models"),
-        ),
+        str | None, option("M", "Only events of this model.", default="all models", autocompletion=names_of("models"))
     ] = None,
     since: Annotated[
-        int | None,
-        typer.Option(min=0, metavar="SEQ", help="All events after this sequence number.", show_default="the last 20"),
+        int | None, option("SEQ", "All events after this sequence number.", default="the last 20", min=0)
     ] = None,
     output: FormatOption = Format.TABLE,
 ) -> None:
@@ -138,8 +141,7 @@ def logs(
     model: ModelArgument,
     follow: FollowOption = False,
     replica: Annotated[
-        int | None,
-        typer.Option(min=0, metavar="N", help="Number of the replica.", show_default="the first running one"),
+        int | None, option("N", "Number of the replica.", default="the first running one", min=0)
     ] = None,
 ) -> None:
     """Show the end of a replica's log."""

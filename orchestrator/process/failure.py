@@ -2,7 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from placements.spec.problems import Problem
+
+
+class Explained(Protocol):
+    """A failure as a value: of a replica, of a source, or a problem of a spec."""
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def what(self) -> str: ...
+
+    @property
+    def hint(self) -> str: ...
 
 
 class Failed(Exception):
@@ -11,3 +26,8 @@ class Failed(Exception):
     def __init__(self, id: str, what: str, hint: str) -> None:
         super().__init__(f"{id}: {what}")
         self.problem = Problem(id, "error", "", what, hint)
+
+    @classmethod
+    def of(cls, failure: Explained) -> Failed:
+        """Returns the exception of a failure that was a value."""
+        return Failed(failure.id, failure.what, failure.hint)

@@ -9,6 +9,7 @@ import json
 import os
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from orchestrator.cli import main as cli
@@ -70,7 +71,7 @@ def test_every_golden_file_is_compared() -> None:
 def test_json_has_the_content_of_the_text(name: str) -> None:
     """Each command, remark, engine and model."""
     steps = bootstrap(SITUATIONS[name])
-    answer = json.loads(json.dumps(steps.as_dict()))
+    answer = msgspec.to_builtins(steps.as_dict())
     for step in answer["steps"]:
         for line in (step["title"], *step["commands"], *step["remarks"]):
             assert line in steps.text

@@ -219,7 +219,7 @@ def test_an_engine_that_does_not_run_on_this_machine_is_reported() -> None:
 def engines_of(*environments: Interpreter) -> dict[str, str]:
     """Engine -> why it does not work, "" if it does, with these environments beside the command's own interpreter."""
     readings = dataclasses.replace(WELL, interpreters=WELL.interpreters[:1], environments=environments)
-    return {entry.engine: entry.reason for entry in report(readings).engines}
+    return {entry.engine: entry.reason or "" for entry in report(readings).engines}
 
 
 def test_an_engine_in_an_environment_of_the_image_works() -> None:

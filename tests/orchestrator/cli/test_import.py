@@ -87,9 +87,9 @@ def test_json_has_the_spec_and_the_report(monkeypatch: pytest.MonkeyPatch, capsy
         (["missing"], 1, "lmi-unreadable: missing: No such file"),
         (["a" * 300], 1, "File name too long"),
         (["."], 1, "lmi-unreadable: .: no serving.properties"),
-        (["missing", "--instance", "inf1.xlarge"], 64, "inf1.xlarge is none of"),
+        (["missing", "--instance", "inf1.xlarge"], 64, "'inf1.xlarge' is not one of"),
         (["missing", "--lmi-version", "new"], 64, "not a version like 0.28"),
-        (["missing", "--engine", "djl"], 64, "djl is none of"),
+        (["missing", "--engine", "djl"], 64, "'djl' is not one of"),
     ],
 )
 def test_what_cannot_be_imported_is_an_error(
