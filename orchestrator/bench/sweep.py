@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+import msgspec
+
 from orchestrator.bench.server import MeasuredServer, RequestFailed, TokenUsage
 from orchestrator.process.text_table import columns
 
@@ -26,68 +28,50 @@ class Round:
     errors: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Cell:
-    """One share of one batch size. Its figures are medians over the successful rounds, None without one."""
+class Cell(msgspec.Struct, frozen=True, kw_only=True):
+    """One share of one batch size, as `bench -o json` has it. Figures are medians over the successful rounds, None
+    without one."""
 
-    share: int  # per cent
-    prompt: int  # tokens of each request
-    output: int  # requested tokens of each
+    percent: int
+    prompt_tokens: int  # of each request
+    output_tokens: int  # requested of each
     batch: int
-    rounds: tuple[Round, ...]
+    rounds: int
+    good_rounds: int
+    counted_prompt_tokens: float | None  # per request
+    counted_output_tokens: float | None
+    latency_s: float | None  # of the whole batch, to reach the length
+    output_tokens_per_s: float | None  # of the batch over its whole time
+    page_tokens_per_s: float | None  # the definition of the page, which includes the prompt: batch x length / time
+    errors: dict[str, int]  # failed requests by kind and message, the most frequent first
 
-    @property
-    def latency_s(self) -> float | None:
-        """The time of the whole batch to reach the length."""
-        return self._median(lambda run: run.latency_s)
+    @classmethod
+    def of(cls, percent: int, prompt: int, output: int, batch: int, rounds: Sequence[Round]) -> Cell:
+        """Returns the cell of rounds of so many requested tokens."""
+        good = [run for run in rounds if not run.errors]
 
-    @property
-    def output_rate(self) -> float | None:
-        """Output tokens/s of the batch over its whole time."""
-        return self._median(lambda run: run.output_tokens / run.latency_s)
+        def typical(figure: Callable[[Round], float]) -> float | None:
+            return round(float(median(map(figure, good))), 4) if good else None
 
-    @property
-    def page_rate(self) -> float | None:
-        """The definition of the page, which includes the prompt: batch x length / time."""
-        return self._median(lambda run: (run.prompt_tokens + run.output_tokens) / run.latency_s)
-
-    @property
-    def output_tokens(self) -> float | None:
-        """The generated tokens per request."""
-        return self._median(lambda run: run.output_tokens / self.batch)
-
-    @property
-    def good_rounds(self) -> int:
-        return sum(not run.errors for run in self.rounds)
-
-    @property
-    def errors(self) -> dict[str, int]:
-        """The number of failed requests by kind and message, the most frequent first."""
-        return dict(Counter(error for run in self.rounds for error in run.errors).most_common())
-
-    def as_dict(self) -> dict[str, object]:
-        return {
-            "percent": self.share,
-            "prompt_tokens": self.prompt,
-            "output_tokens": self.output,
-            "batch": self.batch,
-            "rounds": len(self.rounds),
-            "good_rounds": self.good_rounds,
-            "counted_prompt_tokens": self._median(lambda run: run.prompt_tokens / self.batch),
-            "counted_output_tokens": self.output_tokens,
-            "latency_s": _rounded(self.latency_s),
-            "output_tokens_per_s": _rounded(self.output_rate),
-            "page_tokens_per_s": _rounded(self.page_rate),
-            "errors": self.errors,
-        }
-
-    def _median(self, figure: Callable[[Round], float]) -> float | None:
-        values = [figure(run) for run in self.rounds if not run.errors]
-        return float(median(values)) if values else None
+        return cls(
+            percent=percent,
+            prompt_tokens=prompt,
+            output_tokens=output,
+            batch=batch,
+            rounds=len(rounds),
+            good_rounds=len(good),
+            counted_prompt_tokens=typical(lambda run: run.prompt_tokens / batch),
+            counted_output_tokens=typical(lambda run: run.output_tokens / batch),
+            latency_s=typical(lambda run: run.latency_s),
+            output_tokens_per_s=typical(lambda run: run.output_tokens / run.latency_s),
+            page_tokens_per_s=typical(lambda run: (run.prompt_tokens + run.output_tokens) / run.latency_s),
+            errors=dict(Counter(error for run in rounds for error in run.errors).most_common()),
+        )
 
 
-@dataclass(frozen=True)
-class Sweep:
+class Sweep(msgspec.Struct, frozen=True):
+    """The cells of one model, as `bench -o json` has them."""
+
     url: str
     model: str
     length: int
@@ -95,18 +79,15 @@ class Sweep:
     refused: tuple[str, ...]  # fields that the server does not support
     cells: tuple[Cell, ...]  # by batch size, then by share
 
-    def as_dict(self) -> dict[str, object]:
-        return {**vars(self), "refused": list(self.refused), "cells": [cell.as_dict() for cell in self.cells]}
-
     def text(self) -> str:
         """Returns the table, and below it the caveats of its figures."""
         rows = [
             (
                 cell.batch,
-                f"{cell.prompt} ({cell.share} %)",
-                cell.output,
+                f"{cell.prompt_tokens} ({cell.percent} %)",
+                cell.output_tokens,
                 None if cell.latency_s is None else f"{cell.latency_s:.2f} s",
-                *(None if rate is None else f"{rate:.1f}" for rate in (cell.output_rate, cell.page_rate)),
+                *(rate and f"{rate:.1f}" for rate in (cell.output_tokens_per_s, cell.page_tokens_per_s)),
             )
             for cell in self.cells
         ]
@@ -125,8 +106,8 @@ async def sweep(
     for batch in batches:
         for share, (words, tokens) in zip(SHARES, prompts, strict=True):
             output = max(1, length - tokens)
-            measured = tuple([await _round(server, words, output, batch) for _ in range(rounds)])
-            cell = Cell(share, tokens, output, batch, measured)
+            measured = [await _round(server, words, output, batch) for _ in range(rounds)]
+            cell = Cell.of(share, tokens, output, batch, measured)
             result = "failed" if cell.latency_s is None else f"{cell.latency_s:.2f} s"
             say(f"batch of {batch}, prompt of {tokens}, {output} output tokens: {result}")
             cells.append(cell)
@@ -151,14 +132,10 @@ async def _answer(server: MeasuredServer, words: int, output: int) -> TokenUsage
 
 
 def _notes(cell: Cell) -> list[str]:
-    name, generated = f"batch of {cell.batch}, {cell.share} %", cell.output_tokens
-    failed = len(cell.rounds) - cell.good_rounds
-    notes = [f"{name}: {failed} of {len(cell.rounds)} rounds failed"] if failed else []
+    name, generated = f"batch of {cell.batch}, {cell.percent} %", cell.counted_output_tokens
+    failed = cell.rounds - cell.good_rounds
+    notes = [f"{name}: {failed} of {cell.rounds} rounds failed"] if failed else []
     notes += [f"  {error} ({count} times)" for error, count in cell.errors.items()]
-    if generated is not None and generated != cell.output:
-        notes.append(f"{name}: {generated:g} of the {cell.output} requested tokens were generated")
+    if generated is not None and generated != cell.output_tokens:
+        notes.append(f"{name}: {generated:g} of the {cell.output_tokens} requested tokens were generated")
     return notes
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 4)

@@ -15,31 +15,24 @@ from orchestrator.cli.output import Format, say, show
 KEYS = ("OPENAI_API_KEY", "COREWRIGHT_API_KEY")
 DEFAULT_LENGTH = 1024
 
-UrlOption = Annotated[str | None, option("URL", "URL of the server, with or without /v1.", default="the running fleet")]
-ModelOption = Annotated[str | None, option("NAME", "Name of the model.", default="the only model served")]
-KeyOption = Annotated[str | None, option("KEY", "API key, sent as a bearer token.", default=" or ".join(KEYS))]
-LengthOption = Annotated[
-    int | None,
-    option("N", "Total tokens of prompt and output.", default=f"{DEFAULT_LENGTH}, or the model's maximum", min=8),
-]
-BatchOption = Annotated[str, option("N,...", "Number of concurrent requests; several values with commas.")]
-RoundsOption = Annotated[int, option("N", "Number of rounds; the median is reported.", min=1, max=1000)]
-ChatOption = Annotated[bool, switch("--chat", "Use /v1/chat/completions instead of /v1/completions.")]
-RequestTimeoutOption = Annotated[
-    float, option("S", "Timeout of each request, in seconds.", "--timeout", min=0.1, max=86400)
-]
-
 
 @app.command()
 def bench(
-    url: UrlOption = None,
-    model: ModelOption = None,
-    api_key: KeyOption = None,
-    length: LengthOption = None,
-    batch: BatchOption = "1",
-    rounds: RoundsOption = 3,
-    chat: ChatOption = False,
-    timeout: RequestTimeoutOption = 600.0,
+    url: Annotated[
+        str | None, option("URL", "URL of the server, with or without /v1.", default="the running fleet")
+    ] = None,
+    model: Annotated[str | None, option("NAME", "Name of the model.", default="the only model served")] = None,
+    api_key: Annotated[str | None, option("KEY", "API key, sent as a bearer token.", default=" or ".join(KEYS))] = None,
+    length: Annotated[
+        int | None,
+        option("N", "Total tokens of prompt and output.", default=f"{DEFAULT_LENGTH}, or the model's maximum", min=8),
+    ] = None,
+    batch: Annotated[str, option("N,...", "Number of concurrent requests; several values with commas.")] = "1",
+    rounds: Annotated[int, option("N", "Number of rounds; the median is reported.", min=1, max=1000)] = 3,
+    chat: Annotated[bool, switch("--chat", "Use /v1/chat/completions instead of /v1/completions.")] = False,
+    timeout: Annotated[
+        float, option("S", "Timeout of each request, in seconds.", "--timeout", min=0.1, max=86400)
+    ] = 600.0,
     output: FormatOption = Format.TABLE,
 ) -> None:
     """Measure latency and tokens/s of any OpenAI-compatible server, for prompts of 25, 50 and 75 % of a length."""
@@ -64,7 +57,7 @@ def bench(
         result = asyncio.run(measure())
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
-    show(result.as_dict(), output, result.text())
+    show(result, output, result.text())
     raise typer.Exit(0 if any(cell.good_rounds for cell in result.cells) else FAILED)
 
 

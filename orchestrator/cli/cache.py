@@ -144,7 +144,7 @@ def warm(spec: SpecArgument, model: ModelOption = None, output: FormatOption = F
         fetches.append((offline, result))
     data = [fields_of(of, "model target") | fields_of(result, "bytes brought problem") for of, result in fetches]
     rows = [
-        (of.label, (result.bytes and size_text(result.bytes)) or None, ", ".join(result.brought), result.problem)
+        (of.label, size_text(result.bytes) if result.bytes else "", ", ".join(result.brought), result.problem)
         for of, result in fetches
     ]
     table = columns(("MODEL", "SIZE", "BROUGHT", "PROBLEM"), [[cell or None for cell in row] for row in rows])

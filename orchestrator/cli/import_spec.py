@@ -59,8 +59,7 @@ def import_from_lmi(
     if file is None and env is None:
         raise typer.BadParameter(f"nothing to import: pass a {PROPERTIES}, a folder or --env FILE")
     one_of("--instance", instance, TOPOLOGIES)
-    if engine is not None:
-        one_of("--engine", engine, NAMED_ENGINES)
+    chosen = None if engine is None else one_of("--engine", engine, NAMED_ENGINES)
     with bad_parameter("--lmi-version"):
         version = None if lmi_version is None else _version(lmi_version)
     try:
@@ -73,7 +72,7 @@ def import_from_lmi(
         models,
         instance=instance,
         version=version,
-        engine=engine,
+        engine=chosen,
         trust_remote_code=trust_remote_code,
     )
     if output is Format.TABLE:

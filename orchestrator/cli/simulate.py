@@ -22,56 +22,51 @@ from placements.spec.problems import has_errors
 BEGINS = "2026-01-05"  # a Monday
 OF_THIS_MACHINE = ("threads-oversubscribed",)  # warnings that do not matter, because nothing is started
 
-TraceOption = Annotated[
-    Path | None, option("FILE", "Recorded requests: CSV or JSON lines, as written by `trace export`.")
-]
-GenerateOption = Annotated[str | None, option("KIND", "Generated requests: poisson, gamma, diurnal, onoff or mixed.")]
-RateOption = Annotated[float, option("R", "Mean request rate of all models, in requests/s.", min=0.0001, max=100000)]
-CvOption = Annotated[
-    float | None,
-    option("CV", "Coefficient of variation of the interarrival times.", default="4 for gamma, else 1", min=0, max=50),
-]
-DurationOption = Annotated[float, option("S", "Duration of the arrivals, in seconds.", min=1, max=31_536_000)]
-SeedOption = Annotated[int, option("N", "Random seed of arrivals and lengths.", min=0)]
-LengthsOption = Annotated[
-    str,
-    option(
-        "NAME|PROMPT:OUTPUT", "Token lengths: chat (sampled from the Azure trace of 2023), or fixed, such as 512:128."
-    ),
-]
-ShareOption = Annotated[
-    list[str] | None, option("MODEL=W", "Weight of a model's request rate; other models have 1. Repeatable.")
-]
-AgainstOption = Annotated[str | None, option("SPEC2", "Simulate a second spec with the same load, and compare both.")]
-HostsOption = Annotated[int | None, option("N", "Number of hosts.", default="the spec's number", min=1, max=4096)]
-HostStartOption = Annotated[
-    float, option("S", "Start time of a machine, for hosts with `max`, in seconds.", min=0, max=86400)
-]
-GatewaysOption = Annotated[int, option("N", "Number of gateway processes that share the requests.", min=1, max=64)]
-PolicyOption = Annotated[str, option("NAME", "Scaling policy: auto (the autoscaler) or fixed (always `replicas.min`).")]
-HtmlOption = Annotated[Path | None, option("FILE", "Write an HTML report with plots to FILE.")]
-BeginsOption = Annotated[str | None, option("DATE", "Simulated start time, for schedules.", default=BEGINS)]
-
 
 @app.command()
 def simulate(
     spec: SpecArgument,
-    trace: TraceOption = None,
-    generate: GenerateOption = None,
-    rate: RateOption = 1.0,
-    cv: CvOption = None,
-    duration: DurationOption = 3600.0,
-    seed: SeedOption = 0,
-    lengths: LengthsOption = "chat",
-    share: ShareOption = None,
-    against: AgainstOption = None,
-    hosts: HostsOption = None,
-    host_start: HostStartOption = START_S,
-    gateways: GatewaysOption = 1,
-    policy: PolicyOption = "auto",
+    trace: Annotated[
+        Path | None, option("FILE", "Recorded requests: CSV or JSON lines, as written by `trace export`.")
+    ] = None,
+    generate: Annotated[
+        str | None, option("KIND", "Generated requests: poisson, gamma, diurnal, onoff or mixed.")
+    ] = None,
+    rate: Annotated[
+        float, option("R", "Mean request rate of all models, in requests/s.", min=0.0001, max=100000)
+    ] = 1.0,
+    cv: Annotated[
+        float | None,
+        option(
+            "CV", "Coefficient of variation of the interarrival times.", default="4 for gamma, else 1", min=0, max=50
+        ),
+    ] = None,
+    duration: Annotated[float, option("S", "Duration of the arrivals, in seconds.", min=1, max=31_536_000)] = 3600.0,
+    seed: Annotated[int, option("N", "Random seed of arrivals and lengths.", min=0)] = 0,
+    lengths: Annotated[
+        str,
+        option(
+            "NAME|PROMPT:OUTPUT",
+            "Token lengths: chat (sampled from the Azure trace of 2023), or fixed, such as 512:128.",
+        ),
+    ] = "chat",
+    share: Annotated[
+        list[str] | None, option("MODEL=W", "Weight of a model's request rate; other models have 1. Repeatable.")
+    ] = None,
+    against: Annotated[
+        str | None, option("SPEC2", "Simulate a second spec with the same load, and compare both.")
+    ] = None,
+    hosts: Annotated[int | None, option("N", "Number of hosts.", default="the spec's number", min=1, max=4096)] = None,
+    host_start: Annotated[
+        float, option("S", "Start time of a machine, for hosts with `max`, in seconds.", min=0, max=86400)
+    ] = START_S,
+    gateways: Annotated[int, option("N", "Number of gateway processes that share the requests.", min=1, max=64)] = 1,
+    policy: Annotated[
+        str, option("NAME", "Scaling policy: auto (the autoscaler) or fixed (always `replicas.min`).")
+    ] = "auto",
     speeds: SpeedsOption = None,
-    begins: BeginsOption = None,
-    html: HtmlOption = None,
+    begins: Annotated[str | None, option("DATE", "Simulated start time, for schedules.", default=BEGINS)] = None,
+    html: Annotated[Path | None, option("FILE", "Write an HTML report with plots to FILE.")] = None,
     output: FormatOption = Format.TABLE,
 ) -> None:
     """Simulate a fleet under a load, in virtual time. Needs no fleet or devices."""
