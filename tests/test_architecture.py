@@ -207,7 +207,6 @@ LAYERS: dict[str, set[str]] = {
     "orchestrator.cli": {
         "orchestrator.access",
         "orchestrator.advise",
-        "orchestrator.api",
         "orchestrator.bench",
         "orchestrator.compiling",
         "orchestrator.daemon",

@@ -44,6 +44,7 @@ def test_the_wheel_holds_the_three_packages_and_the_demo(tmp_path: Path) -> None
         "placements/facts/neuron_environments.csv",
         "placements/rules/options/tables.json",
         "workers/engines/surfaces/transformers_neuronx.json",
+        "orchestrator/cli/specs/machine.yaml",
         "orchestrator/simulate/chat.json",
         "orchestrator/console/static/index.html",
         "orchestrator/console/static/vendor/uplot/LICENSE",

@@ -17,9 +17,9 @@ from orchestrator.cli.app import (
     FormatOption,
     OfflineOption,
     SpeedsOption,
-    app,
     argument,
     bad_parameter,
+    group,
     one_of,
     option,
 )
@@ -47,15 +47,8 @@ class _ModelFirst(TyperGroup):
         return super().parse_args(ctx, args)
 
 
-commands = typer.Typer(
-    name="advise",
-    cls=_ModelFirst,
-    help="Compare ways to serve a model: instance types, degrees, batches; and prefill buckets.",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
-)
-app.add_typer(commands)
+HELP = "Compare ways to serve a model: instance types, degrees, batches; and prefill buckets."
+commands = group("advise", HELP, cls=_ModelFirst)
 
 
 @commands.command("model")

@@ -148,15 +148,6 @@ TimeoutOption = Annotated[
     float | None,
     option("S", "Timeout of --wait, in seconds; the rollout continues after it.", default="no timeout", min=0),
 ]
-DeadlineOption = Annotated[
-    float | None,
-    option(
-        "S",
-        "Empty a host within S seconds; replicas without another place stop meanwhile.",
-        default="no deadline",
-        min=1,
-    ),
-]
 YesOption = Annotated[bool, switch("--yes", "Skip the confirmation prompt.")]
 OfflineOption = Annotated[bool, switch("--offline", "Ignore the running fleet.")]
 SpeedsOption = Annotated[Path | None, option("FILE", "Measured speeds, as written by `trace export --speeds`.")]
@@ -214,9 +205,11 @@ def bad_parameter(option: str) -> Iterator[None]:
         raise typer.BadParameter(str(error), param_hint=option) from None
 
 
-def group(name: str, help: str) -> typer.Typer:
+def group(name: str, help: str, **settings: Any) -> typer.Typer:
     """Returns a new command that has subcommands."""
-    subcommands = typer.Typer(name=name, help=help, no_args_is_help=True, add_completion=False, rich_markup_mode=None)
+    subcommands = typer.Typer(
+        name=name, help=help, no_args_is_help=True, add_completion=False, rich_markup_mode=None, **settings
+    )
     app.add_typer(subcommands)
     return subcommands
 
@@ -228,9 +221,7 @@ class Shell(str, Enum):
 
 
 @app.command()
-def completion(
-    shell: Annotated[Shell, argument("bash|zsh|fish", "The shell that reads the script.")],
-) -> None:
+def completion(shell: Annotated[Shell, argument("bash|zsh|fish", "The shell that reads the script.")]) -> None:
     """Print a script that completes commands, options, and the names of models, replicas and hosts."""
     script = get_completion_script(prog_name="corewright", complete_var=COMPLETE, shell=shell.value)
     show(None, Format.TABLE, script)

@@ -187,7 +187,7 @@ def rollout_text(rollout: RolloutStatus, paint: Paint | None = None) -> str:
 
 
 def _rollout(client: AdminClient) -> RolloutReport:
-    return typed(client.get("rollout"), RolloutReport)
+    return client.read(RolloutReport, "rollout")
 
 
 def _show(reply: Any, output: Format) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TextIO
 
+from orchestrator.cli.output import can_redraw
 from orchestrator.fleet.fleet_status import FleetStatus, ReplicaInFleet
 from orchestrator.fleet.progress_text import fetch_numbers
 from orchestrator.fleet.replica_states import STARTING, State
@@ -108,6 +110,16 @@ class Bars:
             self._tasks.clear()
             self._stream.write(SHOW_CURSOR)
             self._stream.flush()
+
+
+@contextlib.contextmanager
+def bars_on(stream: TextIO, *, keep: bool = False) -> Iterator[Bars | None]:
+    """Yields the bars of a terminal, and closes them; None for a stream whose text cannot be replaced."""
+    if not can_redraw(stream):
+        yield None
+        return
+    with contextlib.closing(Bars(stream, keep=keep)) as bars:
+        yield bars
 
 
 def _progress(stream: TextIO, *, keep: bool) -> Any:

@@ -19,9 +19,9 @@ import typer
 
 from orchestrator.access.audit_log import recorded_command
 from orchestrator.cli.app import FAILED, FormatOption, SpecArgument, argument, group, option, switch
-from orchestrator.cli.bars import Bar, Bars
+from orchestrator.cli.bars import Bar, bars_on
 from orchestrator.cli.listing import Column, Table
-from orchestrator.cli.output import Format, can_redraw, complain, fields_of, say, show, stderr
+from orchestrator.cli.output import Format, complain, fields_of, say, show, stderr
 from orchestrator.daemon.settings import store_here
 from orchestrator.fleet.fleet_status import FetchProgress
 from orchestrator.fleet.progress_text import fetch_numbers, fetch_text, size_text
@@ -207,7 +207,6 @@ def _fetch_reports(label: str) -> Iterator[Callable[[str], Progress]]:
     """Report the progress of the newest fetch, by a bar or a line every ``PROGRESS_S``. Yields the factory of
     progress objects."""
     fetches, ended = list[Progress](), threading.Event()
-    bars = Bars(stderr()) if can_redraw(stderr()) else None
 
     def new_progress(source: str) -> Progress:
         fetches.append(Progress(source))
@@ -223,15 +222,14 @@ def _fetch_reports(label: str) -> Iterator[Callable[[str], Progress]]:
                     text = f"{status.phase} {fetch_numbers(progress, left=False)}"
                     bars.show([Bar(label, text, status.done, status.total or None, status.left_s)])
 
-    reporter = threading.Thread(target=report, name="warm", daemon=True)
-    reporter.start()
-    try:
-        yield new_progress
-    finally:
-        ended.set()
-        reporter.join()
-        if bars is not None:
-            bars.close()
+    with bars_on(stderr()) as bars:
+        reporter = threading.Thread(target=report, name="warm", daemon=True)
+        reporter.start()
+        try:
+            yield new_progress
+        finally:
+            ended.set()
+            reporter.join()
 
 
 # Reading

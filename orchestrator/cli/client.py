@@ -55,6 +55,10 @@ class AdminClient:
         deadline_s += float(parameters.get("wait_s", 0.0))
         return self._request("GET", f"{path}?{urlencode(parameters)}" if parameters else path, None, deadline_s)
 
+    def read(self, kind: type[T], path: str, query: Mapping[str, Any] | None = None, *, retry: bool = False) -> T:
+        """Returns the JSON at ``path`` as a value. ``retry``: also while the controller restarts. Raises Failed."""
+        return typed((self.get_with_retries if retry else self.get)(path, query), kind)
+
     def status(self, deadline_s: float = DEADLINE_S) -> FleetStatus:
         """Returns the status of the fleet. Raises Failed."""
         return typed(self.get("status", deadline_s=deadline_s), FleetStatus)

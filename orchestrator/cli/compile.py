@@ -11,8 +11,8 @@ from typing import Annotated
 import typer
 
 from orchestrator.cli.app import FAILED, FormatOption, SpecArgument, app, known_model, option, switch, valid_spec
-from orchestrator.cli.bars import Bar, Bars
-from orchestrator.cli.output import Format, can_redraw, complain, say, show, stderr
+from orchestrator.cli.bars import Bar, bars_on
+from orchestrator.cli.output import Format, complain, say, show, stderr
 from orchestrator.compiling import hub_push
 from orchestrator.compiling.compile_ahead import BuildStep, CompileAhead, CompileOutcome, named
 from orchestrator.daemon.settings import store_here
@@ -121,18 +121,17 @@ def _view() -> Iterator[Callable[[BuildStep], None]]:
     """Show progress: bars on a terminal, else a line for each change of phase."""
     last: dict[str, Bar] = {}
     lock = threading.Lock()
-    bars = Bars(stderr(), keep=True) if can_redraw(stderr()) else None
+    with bars_on(stderr(), keep=True) as bars:
 
-    def report(step: BuildStep) -> None:
-        bar = _bar(step)
-        with lock:
-            before, last[bar.name] = last.get(bar.name), bar
-            if bars is not None:
-                bars.show(last.values())
-            elif before is None or before.text != bar.text:
-                say(f"{bar.name}: {bar.text}")
+        def report(step: BuildStep) -> None:
+            bar = _bar(step)
+            with lock:
+                before, last[bar.name] = last.get(bar.name), bar
+                if bars is not None:
+                    bars.show(last.values())
+                elif before is None or before.text != bar.text:
+                    say(f"{bar.name}: {bar.text}")
 
-    with contextlib.closing(bars) if bars is not None else contextlib.nullcontext():
         yield report
 
 

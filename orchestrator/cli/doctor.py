@@ -18,14 +18,7 @@ from orchestrator.cli.app import FAILED, FormatOption, app, argument, option, sw
 from orchestrator.cli.bootstrap import COLUMNS, Bootstrap, MachineSituation, ModelReading
 from orchestrator.cli.bootstrap import bootstrap as plan_bootstrap
 from orchestrator.cli.client import find_fleet
-from orchestrator.cli.diagnosis import (
-    FleetReading,
-    InterpreterReading,
-    Readings,
-    Report,
-    interpreter_problems,
-    report,
-)
+from orchestrator.cli.diagnosis import FleetReading, InterpreterReading, Readings, Report, interpreter_problems, report
 from orchestrator.cli.output import Format, show
 from orchestrator.process.failure import Failed
 from orchestrator.process.text_table import columns

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -10,10 +9,10 @@ from collections.abc import Iterator
 from msgspec.structs import replace
 
 from orchestrator.cli.app import FAILED, INTERRUPTED
-from orchestrator.cli.bars import Bars
-from orchestrator.cli.client import AdminClient, typed
-from orchestrator.cli.listing import EVENTS, EventRow, RevisionRow
-from orchestrator.cli.output import can_redraw, say, state_paint, stderr
+from orchestrator.cli.bars import Bars, bars_on
+from orchestrator.cli.client import AdminClient
+from orchestrator.cli.listing import EVENTS, EventPage, EventRow, RevisionRow
+from orchestrator.cli.output import say, state_paint, stderr
 from orchestrator.fleet.controller_settings import LONGEST_WAIT_S
 from orchestrator.fleet.fleet_status import FleetStatus, RolloutReport, RolloutStatus
 from orchestrator.process.failure import Failed
@@ -30,11 +29,11 @@ ENDED = (*SUCCEEDED, "failed", "rolled_back")
 def events_after(client: AdminClient, after: int, model: str | None) -> Iterator[EventRow]:
     """Yields the present events after that number, oldest first."""
     while True:
-        page = client.get("events", {"after": after, "limit": PAGE, "model": model})
-        yield from typed(page["events"], list[EventRow])
-        if len(page["events"]) < PAGE:
+        page = client.read(EventPage, "events", {"after": after, "limit": PAGE, "model": model})
+        yield from page.events
+        if len(page.events) < PAGE:
             return
-        after = page["next"]
+        after = page.next
 
 
 def latest(client: AdminClient, most: int, model: str | None = None) -> list[EventRow]:
@@ -45,20 +44,18 @@ def latest(client: AdminClient, most: int, model: str | None = None) -> list[Eve
 def coming(client: AdminClient, after: int, model: str | None) -> Iterator[EventRow]:
     """Yields events after that number as they come, without end."""
     while True:
-        page = client.get_with_retries(
-            "events", {"after": after, "limit": PAGE, "model": model, "wait_s": LONGEST_WAIT_S}
-        )
-        yield from typed(page["events"], list[EventRow])
-        after = page["next"]
+        query = {"after": after, "limit": PAGE, "model": model, "wait_s": LONGEST_WAIT_S}
+        page = client.read(EventPage, "events", query, retry=True)
+        yield from page.events
+        after = page.next
 
 
 def follow_to_end(
     client: AdminClient, revision: int, after: int, timeout_s: float | None
 ) -> tuple[RolloutReport | None, int]:
     """As ``follow_rollout``, with the exit code. After Ctrl-C the state is None."""
-    bars = Bars(stderr()) if can_redraw(stderr()) else None
     try:
-        with contextlib.closing(bars) if bars is not None else contextlib.nullcontext():
+        with bars_on(stderr()) as bars:
             final = follow_rollout(client, revision, after, timeout_s, bars)
     except KeyboardInterrupt:
         say("stopped waiting; the rollout continues: see `corewright rollout status`")
@@ -77,20 +74,20 @@ def follow_rollout(
     report, step_s = (say, STEP_S) if bars is None else (bars.say, BARS_S)
     while True:
         if bars is not None:
-            bars.show_status(typed(client.get_with_retries("status"), FleetStatus))
-        rollout = typed(client.get_with_retries("rollout"), RolloutReport)
+            bars.show_status(client.read(FleetStatus, "status", retry=True))
+        rollout = client.read(RolloutReport, "rollout", retry=True)
         ours, ended = rollout.revision == revision, rollout.state in ENDED
         remaining_s = step_s if deadline is None else min(step_s, deadline - time.monotonic())
         wait_s = 0.0 if ended or not ours else max(0.0, remaining_s)
-        page = client.get_with_retries("events", {"after": after, "limit": PAGE, "wait_s": wait_s})
-        after = page["next"]
-        for event in typed(page["events"], list[EventRow]):
+        page = client.read(EventPage, "events", {"after": after, "limit": PAGE, "wait_s": wait_s}, retry=True)
+        after = page.next
+        for event in page.events:
             report(event_line(event, state_paint(stderr())))
         if ours and ended:
             return rollout
         if not ours:
             cause = f"replaced by revision {rollout.revision}"
-            record = typed(client.get_with_retries(f"revisions/{revision}"), RevisionRow)
+            record = client.read(RevisionRow, f"revisions/{revision}", retry=True)
             if record.state in ENDED:  # rolled back by the controller; ``rollout`` has the models of the other one
                 reason = "; ".join(part for part in (record.reason, cause) if part)
                 return replace(rollout, revision=revision, state=record.state, reason=reason, models=[])

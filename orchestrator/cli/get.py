@@ -112,7 +112,7 @@ def _items(client: AdminClient, kind: ObjectKind, name: str | None) -> list[Any]
         return list(latest(client, LATEST, name))
     if kind is ObjectKind.REVISIONS:
         if name is not None:
-            return [typed(client.get(f"revisions/{_number(name)}"), _RevisionText)]
+            return [client.read(_RevisionText, f"revisions/{_number(name)}")]
         return typed(client.get("revisions")["revisions"], list[RevisionRow])
     by_name = items_by_name(client.status(), kind.value)
     if name is None:

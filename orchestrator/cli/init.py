@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from string import Template
 from typing import Annotated
 
 from orchestrator.cli.app import DEMO, app, argument, one_of, option
@@ -14,87 +15,21 @@ from workers.host import host_facts as this_host
 LARGEST = 8  # the degree of the first model, if the instance type has it
 LEAST_GIB = 64  # of host memory for a model of 8 billion parameters: loading takes a quarter of it
 
-EMULATED = """\
-# A fleet on an emulated inf2.48xlarge, since this machine has no Neuron devices.
-# Its 24 NeuronCores are emulated; processes, claims of cores and tokens are real.
-#
-#     corewright validate {name}    # check it
-#     corewright plan {name}        # preview the placement
-#     corewright up {name}          # start the fleet; Ctrl-C stops it
-#     corewright apply {name}       # change a running fleet
-version: 1
-name: fleet
-
-hosts: {{emulate: inf2.48xlarge}}  # instead of `instance: inf2.48xlarge` for the real machine
-
-defaults:            # for all models, unless they set the field
-  engine: cpu        # plain PyTorch; the engines for NeuronCores need devices
-  max_len: 512       # tokens of one request: prompt + output
-  max_batch: 4       # slots: concurrent requests of a replica
-
-models:
-  assistant:         # clients send this name as "model"
-    source: {tiny}   # a folder, a hub id like Qwen/Qwen3-8B, or s3://BUCKET/PREFIX
-    tp_degree: 8     # cores of a replica
-    replicas: 2
-
-  helpdesk:
-    source: {tiny}
-    tp_degree: 2
-    replicas: {{min: 0, max: 3}}  # starts with the first request, and follows the load
-
-  storyteller:
-    source: {tiny}   # one replica on one core
-"""
-
-REAL = """\
-# A fleet on {machine}: {cores} NeuronCores on {devices} devices, {vcpus} vCPUs.
-#
-#     corewright validate {name}    # check it
-#     corewright plan {name}        # preview cores, memory and threads
-#     corewright compile {name}     # compile ahead: minutes for small models, over an hour for the largest
-#     corewright up {name}          # start the fleet; Ctrl-C stops it
-#     corewright apply {name}       # change a running fleet
-#
-# `corewright advise HUB-ID --instance {instance}` compares degrees and batches for a model and a load.
-version: 1
-name: fleet
-
-hosts: {{instance: {instance}}}
-
-defaults:            # for all models, unless they set the field
-  max_len: 4096      # tokens of one request: prompt + output
-  max_batch: 8       # slots: concurrent requests of a replica
-  # engine: nxd-inference                  # unset: the engine that this machine's packages serve the model with
-  # neff_cache: s3://BUCKET/compiled       # share compiled graphs between machines
-
-models:
-  {chat}:
-    source: {source}   # a hub id, a folder, or s3://BUCKET/PREFIX{gated}
-    tp_degree: {tp}     # cores of a replica; this type supports {degrees}
-    # quantize: int8   # half of the memory for weights; check the quality of the answers
-"""
-
+SPECS = Path(__file__).parent / "specs"  # templates
 GATED = """
     # This one is gated: accept its license on the hub, and set HF_TOKEN to a token of that account."""
-
-SECOND = """
-  small:
-    source: Qwen/Qwen2.5-0.5B-Instruct
-    tp_degree: {tp}
-    replicas: {{min: 0, max: {most}}}  # starts with the first request, and follows the load
-"""
 
 
 def spec_for(topology: Topology | None, name: str, *, here: bool = True) -> str:
     """Returns the text of a spec for a machine; None: one without Neuron devices. ``name`` is the file's. ``here``: it
     is this machine."""
     if topology is None:
-        return EMULATED.format(name=name, tiny=DEMO.parent / "models" / "tiny")
+        return _filled("emulated", name=name, tiny=DEMO.parent / "models" / "tiny")
     degrees = [tp for tp in DEGREES[topology.family] if tp <= topology.cores]
     first = max(tp for tp in degrees if tp <= LARGEST)
     large = topology.memory_gib >= LEAST_GIB
-    text = REAL.format(
+    text = _filled(
+        "machine",
         machine=f"this {topology.instance}" if here else topology.instance,
         instance=topology.instance,
         cores=topology.cores,
@@ -109,7 +44,11 @@ def spec_for(topology: Topology | None, name: str, *, here: bool = True) -> str:
     )
     second = min(tp for tp in degrees if tp > 1) if len(degrees) > 1 else 1
     left = (topology.cores - first) // second
-    return text + (SECOND.format(tp=second, most=min(4, left)) if left else "")
+    return text + ("\n" + _filled("second_model", tp=second, most=min(4, left)) if left else "")
+
+
+def _filled(template: str, **values: object) -> str:
+    return Template((SPECS / f"{template}.yaml").read_text(encoding="utf-8")).substitute(values)
 
 
 @app.command()

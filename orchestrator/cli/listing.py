@@ -29,6 +29,13 @@ class EventRow(msgspec.Struct, frozen=True):
     host: str | None
 
 
+class EventPage(msgspec.Struct, frozen=True):
+    """A page of events, oldest first; ``next`` is the number after which the next page begins."""
+
+    events: list[EventRow]
+    next: int
+
+
 class RevisionRow(msgspec.Struct, frozen=True):
     """A revision of the journal, as the admin API returns it."""
 

@@ -11,7 +11,6 @@ import typer
 
 from orchestrator.cli.app import (
     INTERRUPTED,
-    DeadlineOption,
     FormatOption,
     ModelArgument,
     app,
@@ -22,7 +21,7 @@ from orchestrator.cli.app import (
     option,
     switch,
 )
-from orchestrator.cli.client import AdminClient, the_fleet, typed
+from orchestrator.cli.client import AdminClient, the_fleet
 from orchestrator.cli.output import Format, say, show
 from orchestrator.fleet.fleet_status import FleetStatus, HostInFleet
 from orchestrator.fleet.node_declaration import NodeDeclaration
@@ -94,7 +93,15 @@ def drain(
         str,
         argument("HOST|REPLICA", "Name of a host, or ID of a replica.", autocompletion=names_of("hosts", "replicas")),
     ],
-    deadline_s: DeadlineOption = None,
+    deadline_s: Annotated[
+        float | None,
+        option(
+            "S",
+            "Empty a host within S seconds; replicas without another place stop meanwhile.",
+            default="no deadline",
+            min=1,
+        ),
+    ] = None,
     keep_served: Annotated[
         bool, switch("--keep-served", "Refuse a deadline by which a model would have no replica at all.")
     ] = False,
@@ -156,7 +163,7 @@ def wait_until(
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     try:
         while True:
-            status = typed(client.get_with_retries("status"), FleetStatus)
+            status = client.read(FleetStatus, "status", retry=True)
             reason = unmet(status)
             if reason is None:
                 return status

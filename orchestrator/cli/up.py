@@ -16,10 +16,10 @@ from orchestrator.access.keys import KeyFile
 from orchestrator.access.source_policy import SourcePolicy
 from orchestrator.access.tls import CertificateFiles
 from orchestrator.cli.app import DEMO, FAILED, SpecArgument, app, switch, with_options
-from orchestrator.cli.bars import Bars
+from orchestrator.cli.bars import bars_on
 from orchestrator.cli.doctor import engine_problems
 from orchestrator.cli.keys import access
-from orchestrator.cli.output import Format, can_redraw, complain, libraries_to_log, say, show, stderr, stdout, use_color
+from orchestrator.cli.output import Format, complain, libraries_to_log, say, show, stderr, stdout, use_color
 from orchestrator.daemon.daemon import Daemon, UpOptions
 from orchestrator.daemon.display import Display, NoDisplay
 from orchestrator.daemon.joined_up import JoinedSpec, JoinedUp
@@ -114,11 +114,8 @@ def run_up(file: SpecFile, settings: Settings, ray_address: str | None = None, *
 @contextlib.contextmanager
 def _display() -> Iterator[tuple[Display, Callable[[str], None]]]:
     """Yields the display of progress, and what prints lines beside it."""
-    if not can_redraw(stderr()):
-        yield NoDisplay(), say
-        return
-    with contextlib.closing(Bars(stderr())) as bars:
-        yield bars, bars.say
+    with bars_on(stderr()) as bars:
+        yield (NoDisplay(), say) if bars is None else (bars, bars.say)
 
 
 def first_map(file: SpecFile, placed: Plan) -> str:
