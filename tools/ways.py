@@ -36,26 +36,29 @@ models:
 class Way:
     """The functions that a story passes through, with the number of their calls."""
 
-    calls: Counter[tuple[str, str]] = field(default_factory=Counter)
+    calls: Counter[tuple[str, str, int]] = field(default_factory=Counter)
 
     def __enter__(self) -> Way:
         threading.setprofile(self._count)
-        threading.setprofile_all_threads(self._count) if sys.version_info >= (3, 12) else sys.setprofile(self._count)
+        sys.setprofile(self._count)
         return self
 
     def __exit__(self, *_: object) -> None:
         sys.setprofile(None)
-        threading.setprofile(None)  # type: ignore[arg-type]
+        threading.setprofile(None)
 
     def _count(self, frame: FrameType, event: str, argument: Any) -> None:
         code = frame.f_code
         if event == "call" and code.co_filename.startswith(PACKAGES) and not code.co_name.startswith("<"):
-            self.calls[code.co_filename.removeprefix(f"{ROOT}/"), code.co_qualname] += 1
+            self.calls[code.co_filename.removeprefix(f"{ROOT}/"), code.co_name, code.co_firstlineno] += 1
 
     @property
     def figures(self) -> tuple[int, int, int, int]:
         """The distinct files and functions, the plans and the parses."""
-        return len({file for file, _ in self.calls}), len(self.calls), self.calls[PLAN], self.calls[PARSE]
+        plans, parses = (
+            sum(calls for key, calls in self.calls.items() if key[:2] == function) for function in (PLAN, PARSE)
+        )
+        return len({file for file, _, _ in self.calls}), len(self.calls), plans, parses
 
 
 def applied() -> Way:
@@ -93,7 +96,7 @@ def chatted() -> Way:
         way.calls.clear()
         httpx.post(f"{gateway.url}/v1/chat/completions", json=body)
     finally:
-        threading.setprofile(None)  # type: ignore[arg-type]
+        threading.setprofile(None)
         gateway.close()
         replica.close()
     return way
@@ -109,8 +112,8 @@ def main(arguments: list[str]) -> None:
             + " ".join(f"{value:5} of {budget:3}{'!' if value > budget else ' '}" for value, budget in pairs)
         )
         if "-v" in arguments:
-            for (file, function), calls in sorted(way.calls.items()):
-                print(f"  {file}: {function} x {calls}")
+            for (file, function, line), calls in sorted(way.calls.items()):
+                print(f"  {file}:{line}: {function} x {calls}")
 
 
 if __name__ == "__main__":
