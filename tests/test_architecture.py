@@ -185,7 +185,7 @@ LAYERS: dict[str, set[str]] = {
         "orchestrator.sagemaker",
         "orchestrator.state",
     },
-    "orchestrator.on_ray": {
+    "orchestrator.cluster": {
         "orchestrator.access",
         "orchestrator.api",
         "orchestrator.console",
@@ -197,19 +197,12 @@ LAYERS: dict[str, set[str]] = {
         "orchestrator.scaling",
         "orchestrator.state",
     },
-    "orchestrator.daemon": {
-        "orchestrator.access",
-        "orchestrator.fleet",
-        "orchestrator.gateway",
-        "orchestrator.on_ray",
-        "orchestrator.process",
-    },
     "orchestrator.cli": {
         "orchestrator.access",
         "orchestrator.advise",
         "orchestrator.bench",
         "orchestrator.compiling",
-        "orchestrator.daemon",
+        "orchestrator.cluster",
         "orchestrator.fleet",
         "orchestrator.process",
         "orchestrator.revisions",
@@ -300,7 +293,7 @@ def test_placements_names_neither_ray_nor_torch() -> None:
 def test_ray_is_imported_in_two_places() -> None:
     """The engines, the batcher and the controller run, and are tested, without Ray."""
     files = [str(path.relative_to(ROOT)) for package in PACKAGES for path in sources(package) if "ray" in imports(path)]
-    assert [name for name in files if not name.startswith("orchestrator/on_ray/")] == ["workers/serving/replica.py"]
+    assert [name for name in files if not name.startswith("orchestrator/cluster/")] == ["workers/serving/replica.py"]
 
 
 def test_torch_is_named_in_few_places_and_never_loaded_by_an_import() -> None:
@@ -318,13 +311,13 @@ def test_torch_is_named_in_few_places_and_never_loaded_by_an_import() -> None:
 # names the exceptions that it expects, raises again, or uses `workers.host.task_boundary`.
 BOUNDARIES = (
     "orchestrator/api/server.py",
+    "orchestrator/cluster/controller_actor.py",
+    "orchestrator/cluster/gateways.py",
+    "orchestrator/cluster/up.py",
     "orchestrator/control/",
-    "orchestrator/daemon/daemon.py",
     "orchestrator/gateway/generation.py",
     "orchestrator/gateway/http/connection.py",
     "orchestrator/gateway/serving/replica_link.py",
-    "orchestrator/on_ray/controller_actor.py",
-    "orchestrator/on_ray/gateway_deployment.py",
     "orchestrator/process/logs.py",
     "orchestrator/starts/",
     "workers/compiling/build.py",
@@ -372,8 +365,8 @@ def run(*commands: str) -> str:
         (run("status"), HEAVY | {"ray"}),
         ("import orchestrator.control.controller", LIGHT),
         # a killed controller must be back soon, and a gateway, too
-        ("import orchestrator.on_ray.controller_actor", {"fastapi", "orchestrator.gateway.app", "ray.serve"}),
-        ("import orchestrator.on_ray.gateway_deployment", {"orchestrator.control.controller"}),
+        ("import orchestrator.cluster.controller_actor", {"fastapi", "orchestrator.gateway.app", "ray.serve"}),
+        ("import orchestrator.cluster.gateways", {"orchestrator.control.controller"}),
         ("import workers.serving.replica", HEAVY | CLIENTS),
         (
             "from workers.engines.echo import EchoEngine; from workers.batching.batcher import Batcher\n"

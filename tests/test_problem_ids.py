@@ -14,8 +14,8 @@ import pytest
 
 from orchestrator.api.refused import OperationRefused
 from orchestrator.cli.client import AdminClient
-from orchestrator.daemon import daemon as daemon_module
-from orchestrator.daemon.daemon import Daemon, UpOptions
+from orchestrator.cluster import up as up_module
+from orchestrator.cluster.up import FleetStart, Up, UpOptions
 from orchestrator.gateway.settings import GatewaySettings
 from orchestrator.process.failure import Failed
 from orchestrator.process.home import Home
@@ -85,7 +85,7 @@ def test_what_a_fleet_does_not_have_is_refused(id: str, ask: Callable[[Any], Any
 
 def test_an_apply_that_fails_for_no_known_reason_is_told_as_such() -> None:
     """The watched file is tried again later."""
-    from orchestrator.on_ray.controller_actor import ControllerActor  # Ray: seconds
+    from orchestrator.cluster.controller_actor import ControllerActor  # Ray: seconds
 
     async def apply(*_: object, **__: object) -> None:
         raise ZeroDivisionError("of nobody's making")
@@ -99,39 +99,30 @@ def test_an_apply_that_fails_for_no_known_reason_is_told_as_such() -> None:
 
 
 @pytest.fixture
-def daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Daemon:
+def daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Up:
     """One that has started nothing."""
     for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "COREWRIGHT_HOME", "COREWRIGHT_FLEET"):
         monkeypatch.setenv(name, "")  # so that what a start sets is taken back
     home = Home(tmp_path)
     home.prepare()
-    return Daemon(
-        home,
-        UpOptions(gateway=GatewaySettings(host="127.0.0.1", port=1, home=str(tmp_path))),
-        (SPEC, "f.yaml", "/"),
-        "f",
-        (),
-        None,
-        lambda line: None,
-    )
+    options = UpOptions(gateway=GatewaySettings(host="127.0.0.1", port=1, home=str(tmp_path)))
+    return Up(home, options, FleetStart(SPEC, "f.yaml", "/", "f", ()), lambda line: None)
 
 
 @pytest.mark.parametrize("root", ["host", "/no/such/folder"])
-def test_a_root_of_the_host_that_is_no_folder_is_told(
-    root: str, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_root_of_the_host_that_is_no_folder_is_told(root: str, daemon: Up, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a machine with devices would be taken for one without."""
     monkeypatch.setenv("COREWRIGHT_HOST_ROOT", root)
     assert failed(lambda: daemon.run(lambda record: None)) == "setting-wrong"
 
 
-def test_processes_that_do_not_die_are_told(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_that_do_not_die_are_told(daemon: Up, monkeypatch: pytest.MonkeyPatch) -> None:
     """With their pids; nothing new is started over them."""
-    monkeypatch.setattr(daemon_module, "daemon_alive", lambda record: True)
-    monkeypatch.setattr(daemon_module, "end_leftovers", lambda home, fleet, deadline: [11, 12])
-    record: Any = SimpleNamespace(pid=10, fleet="old")
+    monkeypatch.setattr(up_module, "daemon_alive", lambda record: True)
+    monkeypatch.setattr(up_module, "end_leftovers", lambda home, fleet, deadline: [11, 12])
+    daemon.home.write_record(daemon._record)
     with pytest.raises(Failed, match="do not exit: 11, 12") as raised:
-        daemon._end_previous(record)
+        daemon._end_previous()
     assert raised.value.problem.id == "leftover-processes"
 
 
@@ -142,22 +133,18 @@ def raising(error: Exception) -> Callable[..., Any]:
     return work
 
 
-def test_a_ray_or_a_gateway_that_does_not_start_is_told(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ray_or_a_gateway_that_does_not_start_is_told(daemon: Up, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one line, with the log to look at."""
-    from orchestrator.on_ray import controller_actor, gateway_deployment, ray_nodes
+    from orchestrator.cluster import gateways, own_ray
 
-    monkeypatch.setattr(daemon, "_listen_to_signals", lambda: None)
-    monkeypatch.setattr(ray_nodes, "start_ray", raising(RuntimeError("no room\nand pages of text")))
-    assert failed(daemon._start) == "ray-not-started"
+    monkeypatch.setattr(own_ray.OwnRay, "start", raising(RuntimeError("no room\nand pages of text")))
+    assert failed(daemon._start_ray) == "ray-not-started"
 
-    monkeypatch.setattr(ray_nodes, "start_ray", lambda *_, **__: {"gcs_address": "127.0.0.1:1"})
-    monkeypatch.setattr(controller_actor, "start_controller", lambda settings: None)
-    monkeypatch.setattr(daemon, "_in_background", lambda work: None)
-    monkeypatch.setattr(gateway_deployment, "start_gateway", raising(RuntimeError("the port was taken")))
-    assert failed(daemon._start) == "gateway-not-started"
+    monkeypatch.setattr(gateways, "run_applications", raising(RuntimeError("the port was taken")))
+    assert failed(daemon._start_gateway) == "gateway-not-started"
 
 
-def test_a_controller_that_ends_by_itself_is_told(daemon: Daemon) -> None:
+def test_a_controller_that_ends_by_itself_is_told(daemon: Up) -> None:
     """What it raised is the cause."""
     import ray
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.cli.main import run
-from orchestrator.daemon.settings import resolve
+from orchestrator.cluster.settings import resolve
 from placements.spec.parse import parse
 from placements.spec.problems import Problem
 from placements.spec.removed import COMMANDS, SETTINGS, VALUES

@@ -58,7 +58,7 @@ BUDGETS = (
         4_600,
     ),
     Budget(("orchestrator/scaling", "orchestrator/dispatch"), 1_600),
-    Budget(("orchestrator/cluster", "orchestrator/on_ray", "orchestrator/daemon"), 2_200),
+    Budget(("orchestrator/cluster",), 2_200),
     Budget(("orchestrator/gateway", "orchestrator/access"), 7_500),
     Budget(("orchestrator/cli", "orchestrator/api", "orchestrator/console"), 4_200),
     Budget(

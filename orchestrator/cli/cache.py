@@ -22,7 +22,7 @@ from orchestrator.cli.app import FAILED, FormatOption, SpecArgument, argument, g
 from orchestrator.cli.bars import Bar, bars_on
 from orchestrator.cli.listing import Column, Table
 from orchestrator.cli.output import Format, complain, fields_of, say, show, stderr
-from orchestrator.daemon.settings import store_here
+from orchestrator.cluster.settings import store_here
 from orchestrator.fleet.fleet_status import FetchProgress
 from orchestrator.fleet.progress_text import fetch_numbers, fetch_text, size_text
 from orchestrator.process.failure import Failed

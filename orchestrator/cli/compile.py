@@ -13,9 +13,9 @@ import typer
 from orchestrator.cli.app import FAILED, FormatOption, SpecArgument, app, known_model, option, switch, valid_spec
 from orchestrator.cli.bars import Bar, bars_on
 from orchestrator.cli.output import Format, complain, say, show, stderr
+from orchestrator.cluster.settings import store_here
 from orchestrator.compiling import hub_push
 from orchestrator.compiling.compile_ahead import BuildStep, CompileAhead, CompileOutcome, named
-from orchestrator.daemon.settings import store_here
 from orchestrator.process.failure import Failed
 from orchestrator.process.home import Home
 from orchestrator.process.text_table import columns

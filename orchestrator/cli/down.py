@@ -13,7 +13,6 @@ import typer
 from orchestrator.cli.app import app
 from orchestrator.cli.client import AdminClient, NoListener, the_fleet
 from orchestrator.cli.output import libraries_to_log, say
-from orchestrator.daemon.joined_down import take_down
 from orchestrator.fleet.controller_settings import DRAIN_S
 from orchestrator.process.failure import Failed
 from orchestrator.process.home import Home, daemon_alive, find_leftovers
@@ -76,6 +75,8 @@ def down(
 
 def _take_down(home: Home, ray_address: str, name: str | None) -> None:
     with libraries_to_log(home.logs / "daemon.log"):
+        from orchestrator.cluster.ownership import take_down  # Ray: a second
+
         take_down(ray_address, name, say)
 
 

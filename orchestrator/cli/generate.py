@@ -27,7 +27,7 @@ from orchestrator.cli.app import (
     valid_spec,
 )
 from orchestrator.cli.output import complain, say, stdout
-from orchestrator.daemon.settings import store_here
+from orchestrator.cluster.settings import store_here
 from orchestrator.process.failure import Failed
 from orchestrator.process.home import Home
 from orchestrator.revisions.spec_file import SpecFile, load, start_problems

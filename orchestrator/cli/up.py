@@ -20,10 +20,9 @@ from orchestrator.cli.bars import bars_on
 from orchestrator.cli.doctor import engine_problems
 from orchestrator.cli.keys import access
 from orchestrator.cli.output import Format, complain, libraries_to_log, say, show, stderr, stdout, use_color
-from orchestrator.daemon.daemon import Daemon, UpOptions
-from orchestrator.daemon.display import Display, NoDisplay
-from orchestrator.daemon.joined_up import JoinedSpec, JoinedUp
-from orchestrator.daemon.settings import SETTINGS, Setting, Settings, resolve, store_settings
+from orchestrator.cluster.follower import Display, NoDisplay
+from orchestrator.cluster.settings import SETTINGS, Setting, Settings, resolve, store_settings
+from orchestrator.cluster.up import FleetStart, Up, UpOptions
 from orchestrator.gateway.settings import GatewaySettings
 from orchestrator.process.addresses import is_loopback
 from orchestrator.process.failure import Failed
@@ -102,13 +101,19 @@ def run_up(file: SpecFile, settings: Settings, ray_address: str | None = None, *
     )
     home.prepare()
     with libraries_to_log(home.logs / "daemon.log"), _display() as (display, report):
-        if ray_address is not None:
-            elastic = any(entry.max is not None for entry in file.spec.hosts)
-            joined = JoinedSpec(file.text, file.name, file.base_dir, file.spec.name, file.hosts, elastic)
-            return JoinedUp(home, options, joined, ray_address, report, display=display).run(announce, detach=detach)
-        spec, instance = (file.text, file.name, file.base_dir), file.machine.instance
-        warm = file.warm_engines
-        return Daemon(home, options, spec, file.spec.name, file.hosts, instance, report, display, warm).run(announce)
+        start = FleetStart(
+            text=file.text,
+            file=file.name,
+            base_dir=file.base_dir,
+            name=file.spec.name,
+            hosts=file.hosts,
+            ray_address=ray_address,
+            detach=detach,
+            elastic=any(entry.max is not None for entry in file.spec.hosts),
+            instance=file.machine.instance,
+            warm=file.warm_engines,
+        )
+        return Up(home, options, start, report, display).run(announce)
 
 
 @contextlib.contextmanager

@@ -39,7 +39,7 @@ from orchestrator.cli.listing import (
     waiting,
 )
 from orchestrator.cli.output import Format, complain, show, show_next, state_paint, stdout
-from orchestrator.daemon.settings import resolve
+from orchestrator.cluster.settings import resolve
 from orchestrator.fleet.controller_settings import LONGEST_WAIT_S
 from orchestrator.fleet.fleet_status import (
     FleetStatus,

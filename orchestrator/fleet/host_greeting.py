@@ -1,10 +1,19 @@
-"""What a machine of a Ray cluster reports about itself, and whether it can be a host of the fleet."""
+"""What a machine of a Ray cluster reports about itself, and whether it can be a host of the fleet.
+
+As a program, it writes the report of this machine as JSON.
+"""
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import msgspec
 
+from orchestrator.process.version import corewright_version
+from workers.host import host_facts as this_host
 from workers.messages.actor_message import actor_message
+from workers.messages.wire import PROTOCOL
 
 
 @actor_message
@@ -15,6 +24,12 @@ class HostGreeting(msgspec.Struct, frozen=True):
     folder: str  # where its packages are
     devices: bool  # it has Neuron devices
     protocol: int = 1  # of its messages, see `wire.py`
+
+
+def own_greeting() -> HostGreeting:
+    """Returns the report of this machine, by the packages of this interpreter."""
+    folder = Path(__file__).parent.parent.parent
+    return HostGreeting(corewright_version(), str(folder), this_host.has_devices(), PROTOCOL)
 
 
 def unfit(greeting: HostGreeting | str, own: HostGreeting, *, emulated: bool) -> str | None:
@@ -33,3 +48,7 @@ def unfit(greeting: HostGreeting | str, own: HostGreeting, *, emulated: bool) ->
     if not greeting.devices and not emulated:
         return "it has no Neuron devices"
     return None
+
+
+if __name__ == "__main__":
+    sys.stdout.buffer.write(msgspec.json.encode(own_greeting()))

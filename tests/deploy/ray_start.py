@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from orchestrator.cluster.own_ray import HEALTH_CHECKS
 from orchestrator.fleet.node_declaration import INSTANCE_LABEL, core_resources
-from orchestrator.on_ray.ray_nodes import HEALTH_CHECKS
 from placements.facts.topology import TOPOLOGIES
 
 ROOT = Path(__file__).parent.parent.parent

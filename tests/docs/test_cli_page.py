@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from orchestrator.cli import main as cli
+from orchestrator.cluster.settings import SETTINGS
 from orchestrator.control.scaling_loop import KINDS
-from orchestrator.daemon.settings import SETTINGS
 from tests.docs.pages import CLI, COMMANDS, SIMULATE, SOURCES, blocks, named, options, rows, section, words
 from tests.orchestrator.fakefleet import SPEC as SHOWN_SPEC
 from tests.orchestrator.fakefleet import LiveAdmin

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from orchestrator.daemon.settings import SETTINGS
+from orchestrator.cluster.settings import SETTINGS
 from orchestrator.gateway.telemetry.exposition import page as page_of
 from tests.docs.test_links import test_a_command_in_a_page_is_one_that_can_be_given as check_commands
 from tests.docs.test_links import test_every_relative_link_resolves as check_links

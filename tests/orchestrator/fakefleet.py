@@ -16,8 +16,8 @@ import msgspec
 
 from orchestrator.api.refused import OperationRefused
 from orchestrator.api.server import AdminApi, serve_admin
+from orchestrator.cluster.settings import resolve
 from orchestrator.console.playground import Entrance
-from orchestrator.daemon.settings import resolve
 from orchestrator.fleet.controller_settings import ControllerSettings
 from orchestrator.fleet.fleet_status import FleetStatus
 from orchestrator.process.addresses import free_port

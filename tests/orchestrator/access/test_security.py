@@ -23,7 +23,7 @@ from orchestrator.access.source_policy import SourcePolicy, allowed_by_setting, 
 from orchestrator.api.refused import OperationRefused
 from orchestrator.cli import up as up_module
 from orchestrator.cli.main import run
-from orchestrator.daemon.settings import SETTINGS, resolve
+from orchestrator.cluster.settings import SETTINGS, resolve
 from orchestrator.fleet.controller_settings import ADMIN_PATH
 from orchestrator.gateway.settings import GatewaySettings
 from orchestrator.process.addresses import is_loopback

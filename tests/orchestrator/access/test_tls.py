@@ -14,7 +14,7 @@ import pytest
 
 from orchestrator.access import tls
 from orchestrator.access.tls import CertificateFiles, certified_name
-from orchestrator.daemon import daemon
+from orchestrator.cluster.gateway_start import gateway_url
 from orchestrator.gateway.settings import GatewaySettings
 from orchestrator.process.failure import Failed
 from tests.orchestrator.certificates import Authority, Pair
@@ -231,4 +231,4 @@ def test_the_address_printed_by_up_matches_its_certificate(
     """No certificate is for 0.0.0.0."""
     pair = authority.sign("everywhere", hosts=["fleet.example"])
     files: dict[str, Any] = {"tls_cert": str(pair.cert), "tls_key": str(pair.key)} if with_tls else {}
-    assert daemon.gateway_url(GatewaySettings(host=host, port=8443, home="", **files)) == url
+    assert gateway_url(GatewaySettings(host=host, port=8443, home="", **files)) == url

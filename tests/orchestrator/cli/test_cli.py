@@ -32,7 +32,7 @@ from orchestrator.cli import client as cli_client
 from orchestrator.cli.app import COMMANDS, app
 from orchestrator.cli.main import application, run
 from orchestrator.cli.plan_result import model_lines
-from orchestrator.daemon.settings import SETTINGS, resolve
+from orchestrator.cluster.settings import SETTINGS, resolve
 from orchestrator.process.home import FleetRecord, Home
 from orchestrator.process.version import corewright_version
 from placements.spec.json_schema import json_schema

@@ -13,8 +13,8 @@ from msgspec import convert, to_builtins
 from msgspec.structs import replace
 
 from orchestrator.cli.views import status_text
+from orchestrator.cluster.follower import progress
 from orchestrator.control.start_steps import PROCESS_S, RemainingTime, lead_of
-from orchestrator.daemon.narration import progress
 from orchestrator.fleet.fleet_status import FetchProgress, ReplicaInFleet
 from orchestrator.fleet.progress_text import fetch_text
 from tests.orchestrator.elsewhere import forbid_remote_sources

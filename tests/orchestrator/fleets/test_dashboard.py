@@ -23,8 +23,8 @@ import psutil
 import pytest
 from playwright.sync_api import Locator, Page, expect, sync_playwright
 
+from orchestrator.cluster.own_ray import BOARD, UID
 from orchestrator.fleet.cluster_names import ray_name
-from orchestrator.on_ray.grafana_board import BOARD, UID
 from orchestrator.process.home import Home
 from tests.fleet import LiveFleet, until
 from workers.serving.replica_metrics import METRICS

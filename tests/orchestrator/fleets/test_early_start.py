@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from orchestrator.on_ray.host_actor import HostActor
+from orchestrator.cluster.host_actor import HostActor
 from tests.checkpoints import make_checkpoint
 from tests.fleet import LiveFleet, until
 from tests.s3 import Fault, FaultProxy, S3Server

@@ -44,7 +44,7 @@ import asyncio, json
 from pathlib import Path
 import ray
 from orchestrator.process.awake_clock import AwakeClock
-from orchestrator.on_ray.ray_cluster import RayCluster
+from orchestrator.cluster.ray_cluster import RayCluster
 from orchestrator.fleet.cluster_names import ray_name
 from workers.host import host_facts as host
 from workers.artifacts.store.store_settings import StoreSettings

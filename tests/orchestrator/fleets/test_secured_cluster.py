@@ -7,7 +7,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from orchestrator.daemon.cluster_reach import speaks_tls
+from orchestrator.cluster.reach import speaks_tls
 from tests.fleet import until
 from tests.network_fleet import NetworkFleet, start_cluster
 from tests.network_hosts import DASHBOARD_PORT, GCS_PORT, Network, needs_network_hosts, network_hosts

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from orchestrator.cli.app import DEMO
-from orchestrator.on_ray.idle_workers import IDLE
+from orchestrator.cluster.ray_workers import IDLE
 from orchestrator.process.home import Home
 from placements.resources.host_memory import PROCESS_GIB
 from tests.fleet import LiveFleet, until

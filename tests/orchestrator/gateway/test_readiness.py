@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 import pytest
 
-from orchestrator.daemon.gateway_readiness import is_waiting, wait_for_gateway
+from orchestrator.cluster.gateway_start import is_waiting, wait_for_gateway
 from orchestrator.fleet.replica_states import ModelState
 from orchestrator.fleet.route_table import ModelRoutes
 from orchestrator.gateway.serving import model_queue, tokenizers

@@ -12,7 +12,7 @@ import pytest
 from orchestrator.access.keys import KeyFile
 from orchestrator.cli.main import run
 from orchestrator.cli.output import libraries_to_log
-from orchestrator.daemon.settings import resolve
+from orchestrator.cluster.settings import resolve
 from orchestrator.gateway.telemetry import recorder
 from orchestrator.process.failure import Failed
 from orchestrator.process.home import FleetRecord, Home, daemon_alive

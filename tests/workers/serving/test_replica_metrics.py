@@ -12,7 +12,7 @@ import pytest
 from workers.batching.batcher_stats import BatcherStats
 from workers.serving.replica_metrics import METRICS, REFRESH_S, Metric, Sink, StepMetrics
 
-DASHBOARD = Path(__file__).parents[3] / "orchestrator" / "on_ray" / "replica_board.json"
+DASHBOARD = Path(__file__).parents[3] / "orchestrator" / "cluster" / "replica_board.json"
 IDLE = BatcherStats(
     slots=4,
     live=0,

@@ -1,1 +1,0 @@
-"""Everything that imports Ray: the cluster client, actors, host actor and nodes."""
