@@ -16,8 +16,6 @@ from orchestrator.fleet.snapshot import ReplicaView
 from orchestrator.process.home import Home
 from orchestrator.records.request_traces import read_page
 
-LOG_BYTES = 64 * 2**10  # per response
-
 LOG_POLL_S = 0.25
 
 FIRST_LINES = 100
@@ -60,10 +58,10 @@ class FleetQueries(FleetOperation):
         host = None if view is None else view.host
         deadline = time.monotonic() + wait_s
         while True:
-            text, end = await self._cluster.log_part(str(path), offset, LOG_BYTES, FIRST_LINES, host)
-            if text or time.monotonic() >= deadline:
-                return {"replica": f"{model}/{number}", "file": str(path), "offset": end, "text": text}
-            offset = end
+            part = await self._cluster.read_log(str(path), FIRST_LINES, host, offset)
+            if part.text or time.monotonic() >= deadline:
+                return {"replica": f"{model}/{number}", "file": str(path), "offset": part.offset, "text": part.text}
+            offset = part.offset
             await asyncio.sleep(LOG_POLL_S)
 
     async def trace(self, after: str, limit: int) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import msgspec.structs
 import ray
 
 from orchestrator.cluster.ray_workers import SpareWorkers, end_idle_workers
+from orchestrator.fleet.effects import LogPart
 from orchestrator.fleet.host_greeting import HostGreeting, own_greeting
 from orchestrator.process.home import Home
 from workers.artifacts.fetch.artifact_fetcher import ArtifactFetcher, FetchedArtifact, WantedArtifact
@@ -46,6 +47,7 @@ from workers.messages.status import Failure
 log = logging.getLogger(__name__)
 
 RECENT = 1000
+MAX_LOG_PART_BYTES = 64 * 2**10
 ORPHANS_S = 10.0  # for replicas of the machine's former Ray node to end
 TOOLS_PERIOD_S = 10.0  # between two runs of the Neuron tools, which take seconds
 
@@ -160,14 +162,13 @@ class HostActor:
         """Returns how the process ended; see `Endings.of`."""
         return self._endings.of(pid, started, Path(log))
 
-    def log_tail(self, path: str, lines: int) -> list[str]:
-        return this_host.log_tail(Path(path), lines)
-
-    def log_part(self, path: str, offset: int | None, most: int, lines: int) -> tuple[str, int]:
-        return this_host.log_part(Path(path), offset, most, lines)
-
-    def fault_in_log(self, path: str) -> Failure | None:
-        return fault_of(None, this_host.last_words(Path(path)))
+    def read_log(self, path: str, lines: int, offset: int | None, ended: bool) -> LogPart:
+        """See `ClusterClient.read_log`."""
+        log_file = Path(path)
+        if ended:
+            text = "\n".join(this_host.log_tail(log_file, lines))
+            return LogPart(text, 0, fault_of(None, this_host.last_words(log_file)))
+        return LogPart(*this_host.log_part(log_file, offset, MAX_LOG_PART_BYTES, lines))
 
     def warm_command(self, engine: str, python: str | None, variables: dict[str, str]) -> str | None:
         """See `WarmProcesses.command`."""

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -137,20 +137,19 @@ class ClusterNodes:
         self._claims = claims
         self._settled_at = clock() + (RETURN_S if claims is not None else 0.0)
         self._refreshing = asyncio.Lock()
+        self.on_refresh: Callable[[], None] = lambda: None
 
     def add(self, names: Iterable[str]) -> None:
         """Add hosts, in the planner's order. Blocks. Raises an error of Ray."""
         self.names.extend(names)
         self._use(self.all, retried(partial(self._bind, self.all, self.settling)))
 
-    async def refresh(self) -> bool:
-        """Read the list again. Returns False if the head has not replied."""
-        replied = False
+    async def refresh(self) -> None:
+        """Read the list again, and call ``on_refresh`` if the head has replied."""
         async with self._refreshing:
             with task_boundary(log, "the list of Ray's nodes stays as it was", level=logging.DEBUG):
                 self._use(*await self._head.ask(partial(self._read, self.settling), "nodes"))
-                replied = True
-        return replied
+                self.on_refresh()
 
     def _read(self, keep: bool) -> tuple[list[RayNode], dict[str, str]]:
         nodes = ray_nodes()
@@ -165,6 +164,11 @@ class ClusterNodes:
             return host_labels(self.names)
         names = [name for name in self.names if self.kept is None or name in self.kept]
         return self._claims.bind(names, [node for node in nodes if node.id not in self.unfit], keep=keep)
+
+    @property
+    def are_joined(self) -> bool:
+        """True on a cluster that others started."""
+        return self._claims is not None
 
     @property
     def settling(self) -> bool:

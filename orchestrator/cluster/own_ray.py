@@ -93,6 +93,10 @@ class OwnRay:
             write_board(Path(context.address_info["session_dir"]))
         return dict(context.address_info)
 
+    @property
+    def is_connected(self) -> bool:
+        return bool(ray.is_initialized())
+
     def stop(self) -> None:
         """Stop the further nodes concurrently, then the first."""
         stopping = [

@@ -628,13 +628,11 @@ class Up:
 
     def _take_down(self) -> None:
         """Drain and stop in order. ``_end_everything`` kills the processes that remain."""
-        if self._ray is None:
+        if self._ray is None or not self._ray.is_connected:
             return
-        from orchestrator.cluster.calls import ActorUnavailable, CallFailed, answer, is_connected
+        from orchestrator.cluster.calls import ActorUnavailable, CallFailed, answer
         from orchestrator.cluster.gateways import stop_serve
 
-        if not is_connected():
-            return
         drain_s = self._options.drain_s
         if (controller := self._follower.controller) is not None:
             with contextlib.suppress(CallFailed, ActorUnavailable):

@@ -8,14 +8,14 @@ import dataclasses
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec.structs
 
 from orchestrator.control.host_watch import HostWatch
 from orchestrator.control.replica_table import ReplicaStart, ReplicaTable, Superseded, Turn
 from orchestrator.control.start_steps import RemainingTime, StartFailed, StartSteps, lead_of
-from orchestrator.fleet.effects import ClusterClient, HostLost, ReplicaDied, Survivor
+from orchestrator.fleet.effects import ClusterClient, HostLost, LogPart, ReplicaDied, Survivor
 from orchestrator.fleet.replica_states import AHEAD, ENDING, STARTING, Signal, State
 from orchestrator.fleet.route_table import remote_address
 from orchestrator.fleet.snapshot import EarlyStart, ReplicaView
@@ -33,8 +33,6 @@ from workers.host.neuron_faults import after_serving
 from workers.host.task_boundary import task_boundary
 from workers.messages.replica_config import ReplicaConfig
 from workers.messages.status import Failure, Phase
-
-T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -357,7 +355,7 @@ class ReplicaLife:
         if view is None:
             return
         if self.lives.state.configs[view.id].engine in (*PACKAGES, "torch-neuronx"):
-            fault = await self._from_log(view, self.lives.cluster.fault_in_log)
+            fault = (await self._last_log(view)).fault
             if fault is not None:
                 failure = after_serving(fault) if view.served else fault
                 failure = msgspec.structs.replace(failure, what=f"{failure.what}; {death}")
@@ -385,20 +383,21 @@ class ReplicaLife:
             dead = await self.lives.cluster.end(view.actor, view.pid, view.started, view.host)
             if dead:
                 self.lives.hosts.note_death(view)
-                tail = tuple(await self._from_log(view, self.lives.cluster.log_tail, LOG_LINES) or ())
+                tail = tuple((await self._last_log(view)).text.splitlines())
                 if (current := self._view) is not None:
                     self.lives.table.store(dataclasses.replace(current.without_work(), gone=True, log=tail))
                 self.lives.table.wake()
         self.start.releasing = False
         return dead
 
-    async def _from_log(self, view: ReplicaView, read: Callable[..., Awaitable[T]], *args: int) -> T | None:
-        """Returns what its host reads from the log of the replica; None if it does not in time: neither an
-        unresponsive host nor a log may delay a failure or the release of cores."""
+    async def _last_log(self, view: ReplicaView) -> LogPart:
+        """Returns the end of the replica's log; nothing if its host does not reply in time: neither an unresponsive
+        host nor a log may delay a failure or the release of cores."""
         log_file = str(self.lives.home.log(view.model, view.replica))
         with task_boundary(log, "the log of %s cannot be read", view.id, level=logging.WARNING):
-            return await asyncio.wait_for(read(log_file, *args, view.host), LOG_READ_S)
-        return None
+            read = self.lives.cluster.read_log(log_file, LOG_LINES, view.host, ended=True)
+            return await asyncio.wait_for(read, LOG_READ_S)
+        return LogPart("")
 
     @property
     def _view(self) -> ReplicaView | None:

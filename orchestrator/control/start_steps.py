@@ -110,8 +110,8 @@ class StartSteps:
         """Check without cores whether a replica can load what is on its host, before an old one stops for it."""
         self.progress.enter("checking")
         self.progress.note("info", "Checking", "what the new version loads, while the old replicas serve")
-        failure = await self.cluster.check(config)
-        if failure is not None:
+        failure = await self.cluster.prepare("check", config)
+        if isinstance(failure, Failure):
             raise StartFailed(failure)
 
     async def compile(self, config: ReplicaConfig) -> None:
@@ -121,13 +121,13 @@ class StartSteps:
         if known or not compiles(config):
             return
         self.progress.enter("looking")
-        missing, shared = await self.cluster.foresee(config), self.state.shared_compiles
+        missing, shared = await self.cluster.prepare("foresee", config), self.state.shared_compiles
         if missing and not isinstance(missing, Failure) and (elsewhere := shared.host_for(config)) is not None:
             self.progress.enter("compiling")
             message = f"{elsewhere} compiles the same and pushes it to {config.neff_cache}"
             self.progress.note("info", "WaitsForCompile", message)
             await shared.ended(config)
-            missing = await self.cluster.foresee(config)
+            missing = await self.cluster.prepare("foresee", config)
         if isinstance(missing, Failure):
             message = f"{missing}; the start compiles missing graphs on its cores"
             self.progress.note("warning", "ForeseeFailed", message)
@@ -136,8 +136,8 @@ class StartSteps:
             self.progress.note("info", "WillCompile", "; ".join(missing))
             began = self.state.clock()
             with shared.compiling(config):
-                failure = await self.cluster.compile(config)
-            if failure is not None and failure.id != NEEDS_DEVICE:
+                failure = await self.cluster.prepare("compile", config)
+            if isinstance(failure, Failure) and failure.id != NEEDS_DEVICE:
                 raise StartFailed(failure)
             self.progress.note("info", "Compiled", f"ahead, in {self.state.clock() - began:.0f} s")
 

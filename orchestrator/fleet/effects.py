@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
+
+import msgspec
 
 from orchestrator.fleet.gateway_places import ClusterMachine, GatewayPlace
 from placements.facts.topology import Host
 from workers.artifacts.fetch.artifact_fetcher import FetchedArtifact, WantedArtifact
 from workers.artifacts.fetch.progress import FetchStatus
 from workers.host.interpreter import Interpreter
+from workers.messages.actor_message import actor_message
 from workers.messages.metric_family import MetricFamily
 from workers.messages.notice import Notice
 from workers.messages.replica_config import ReplicaConfig
 from workers.messages.status import Failure, ReplicaStatus
+
+StartStep = Literal["check", "foresee", "compile"]
 
 
 class ReplicaDied(Exception):
@@ -65,6 +70,15 @@ class HostReport:
     notice: Notice | None = None  # it will end
 
 
+@actor_message
+class LogPart(msgspec.Struct, frozen=True):
+    """A part of a log."""
+
+    text: str
+    offset: int = 0  # of what follows, in bytes
+    fault: Failure | None = None  # the known fault at the end of a dead process's log
+
+
 def actor_name(model: str, replica: int, epoch: int) -> str:
     """Returns a name that is unique for each start, so that a dying actor is not mistaken for its successor."""
     return f"{model}/{replica}.{epoch}"
@@ -85,20 +99,15 @@ class ClusterClient(Protocol):
         """Returns which of these sources are completely stored, by host, of any date. Does not query the sources."""
         ...
 
-    async def check(self, config: ReplicaConfig) -> Failure | None:
-        """Check without cores whether the replica can load its artifacts, which are on its host: tokenizer, config,
-        the header of each weights file, and the engine's package in its interpreter. Runs in a separate process and
-        reads no weights. Returns the failure, if any. Raises HostLost."""
-        ...
+    async def prepare(self, step: StartStep, config: ReplicaConfig) -> Sequence[str] | Failure:
+        """Run one step before a start on the replica's host, which has its artifacts, in a separate process that claims
+        no core and reads no weights. Returns the failure, if any. Raises HostLost.
 
-    async def foresee(self, config: ReplicaConfig) -> Sequence[str] | Failure:
-        """Returns descriptions of what a start would have to compile and can be compiled ahead. Claims no core and
-        reads no weights. Returns a Failure (foresee-failed) if the prediction fails. Raises HostLost."""
-        ...
-
-    async def compile(self, config: ReplicaConfig) -> Failure | None:
-        """Compile ahead what ``foresee`` returns, on its host in a separate process. Shared like ``fetch``,
-        and stopped when all callers are cancelled. Raises HostLost."""
+        ``check``: whether the replica can load its tokenizer, its config, the header of each weights file, and the
+        engine's package in its interpreter. ``foresee``: returns descriptions of what a start would have to compile and
+        can be compiled ahead, or a Failure (foresee-failed). ``compile``: compile that ahead; shared like ``fetch``,
+        and stopped when all callers are cancelled.
+        """
         ...
 
     async def start(self, config: ReplicaConfig) -> None:
@@ -129,21 +138,14 @@ class ClusterClient(Protocol):
         """
         ...
 
-    async def log_tail(self, path: str, lines: int, host: str | None = None) -> list[str]:
-        """Returns the last lines of a log; none if the host is lost."""
-        ...
+    async def read_log(
+        self, path: str, lines: int, host: str | None = None, offset: int | None = None, *, ended: bool = False
+    ) -> LogPart:
+        """Returns a part of a log from the byte ``offset``, by default its last ``lines``; empty if the host is lost.
 
-    async def log_part(
-        self, path: str, offset: int | None, most: int, lines: int, host: str | None = None
-    ) -> tuple[str, int]:
-        """Returns at most ``most`` bytes of a log from ``offset``, by default its last ``lines``, and the next offset.
-
-        A log that is missing or shorter than ``offset`` is read from its beginning.
+        A log that is missing or shorter than ``offset`` is read from its beginning. ``ended``: the process has, so that
+        its last line may be incomplete, and its fault is looked for.
         """
-        ...
-
-    async def fault_in_log(self, path: str, host: str | None = None) -> Failure | None:
-        """Returns the known fault at the end of a dead replica's log, if there is one."""
         ...
 
     async def interpreter(self, python: str | None, host: str | None = None) -> Interpreter:

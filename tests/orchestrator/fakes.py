@@ -22,8 +22,10 @@ from orchestrator.fleet.effects import (
     CoreOwner,
     HostLost,
     HostReport,
+    LogPart,
     Loss,
     ReplicaDied,
+    StartStep,
     Survivor,
     actor_name,
 )
@@ -245,7 +247,12 @@ class FakeCluster:
             for host, here in self.store.items()
         }
 
-    async def check(self, config: ReplicaConfig) -> Failure | None:
+    async def prepare(self, step: StartStep, config: ReplicaConfig) -> Sequence[str] | Failure:
+        if step == "foresee":
+            return await self.foresee(config)
+        return await (self._check if step == "check" else self._compile)(config) or ()
+
+    async def _check(self, config: ReplicaConfig) -> Failure | None:
         self.checks.append(config.version)
         if self.check_s:
             await asyncio.sleep(self.check_s)
@@ -262,7 +269,7 @@ class FakeCluster:
         shared = config.neff_cache is not None and compiled_on
         return ["artifacts compiled by another host" if shared else "the model is not compiled as it is now"]
 
-    async def compile(self, config: ReplicaConfig) -> Failure | None:
+    async def _compile(self, config: ReplicaConfig) -> Failure | None:
         self.compiles.append(config.version)
         self.compile_logs.append(config.log)
         compiled_on = self.compiled_on.setdefault(config.version, set())
@@ -366,17 +373,12 @@ class FakeCluster:
             await self.replicas[name].die("killed")
         return True
 
-    async def log_tail(self, path: str, lines: int, host: str | None = None) -> list[str]:
-        return [f"the end of {Path(path).name}"]
-
-    async def log_part(
-        self, path: str, offset: int | None, most: int, lines: int, host: str | None = None
-    ) -> tuple[str, int]:
+    async def read_log(
+        self, path: str, lines: int, host: str | None = None, offset: int | None = None, *, ended: bool = False
+    ) -> LogPart:
         text = f"the end of {Path(path).name}\n"
-        return (text, len(text)) if not offset else ("", offset)
-
-    async def fault_in_log(self, path: str, host: str | None = None) -> Failure | None:
-        return self.log_faults.get(Path(path).name)
+        fault = self.log_faults.get(Path(path).name) if ended else None
+        return LogPart(text, len(text), fault) if not offset else LogPart("", offset)
 
     async def interpreter(self, python: str | None, host: str | None = None) -> Interpreter:
         self.interpreter_queries.append(python)

@@ -15,7 +15,6 @@ from ray.exceptions import ActorUnavailableError, GetTimeoutError
 from orchestrator.cluster import host_actor, hosts
 from orchestrator.cluster.hosts import HostAdmission
 from orchestrator.fleet.host_greeting import HostGreeting
-from orchestrator.process.awake_clock import AwakeClock
 from workers.artifacts.store.store_settings import StoreSettings
 from workers.host.facts.machine import Owner
 from workers.messages.wire import PROTOCOL
@@ -31,10 +30,10 @@ class Actors:
     def __init__(self, *replies: Any) -> None:
         self.replies = list(replies)
         self.asked = asyncio.Event()
-        self.greeting = SimpleNamespace(remote=self._greeting)
 
-    async def of(self, node: object) -> Actors:
-        return self
+    async def ask(self, node: object, deadline_s: float, method: str) -> HostGreeting:
+        assert method == "greeting"
+        return await self._greeting()
 
     def forget(self, node: object) -> None:
         """The admission forgets the actor of a machine that it leaves out."""
@@ -48,7 +47,7 @@ class Actors:
 
 
 async def judged(actors: Actors, nodes: SimpleNamespace) -> None:
-    admission = HostAdmission(nodes, actors, AwakeClock(), {"inf2.48xlarge"})  # type: ignore[arg-type]
+    admission = HostAdmission(nodes, actors, {"inf2.48xlarge"})  # type: ignore[arg-type]
     admission.greet()
     admission.greet()  # a node is asked once
     await asyncio.wait_for(asyncio.gather(*admission._greeted.values()), DEADLINE_S)

@@ -118,7 +118,7 @@ def test_an_error_of_ray_itself_is_reported_in_one_line(monkeypatch: pytest.Monk
     def fail(**_: object) -> Any:
         raise RuntimeError("Failed to connect\nand pages of text")
 
-    monkeypatch.setattr(reach.ray, "init", fail)
+    monkeypatch.setattr("ray.init", fail)
     with pytest.raises(Failed, match=r"ray-not-joined: .*: Failed to connect$"):
         join("head:6379", "chat")
 

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec.structs
 import pytest
 
-from orchestrator.fleet.effects import HostLost
+from orchestrator.fleet.effects import HostLost, LogPart
 from tests.orchestrator import fakes
 from tests.orchestrator.elsewhere import forbid_remote_sources
 from tests.orchestrator.fakes import FakeCluster, Played, virtually
@@ -47,11 +47,10 @@ class DeafLogs(FakeCluster):
         super().__init__()
         self.questions = 0
 
-    async def log_tail(self, path: str, lines: int, host: str | None = None) -> list[str]:
+    async def read_log(
+        self, path: str, lines: int, host: str | None = None, offset: int | None = None, *, ended: bool = False
+    ) -> LogPart:
         self.questions += 1
-        raise UNREADABLE
-
-    async def fault_in_log(self, path: str, host: str | None = None) -> Failure | None:
         raise UNREADABLE
 
 

@@ -71,7 +71,7 @@ async def main():
     deadline = loop.time() + 5
     while (held := await cluster.held_cores(claims, host="inf2.48xlarge/2")) and loop.time() < deadline:
         await asyncio.sleep(0.05)  # the controller checks, too, and a check locks a core for a moment
-    tail = await cluster.log_tail(log, 3, host="inf2.48xlarge/2")
+    tail = (await cluster.read_log(log, 3, "inf2.48xlarge/2", ended=True)).text.splitlines()
     alive = host.is_alive(int(pid), started)
     report(gone, alive, sorted(held), len(tail), loop.time() - began)
     while "inf2.48xlarge/2" not in (lost := await cluster.lost_hosts()):
