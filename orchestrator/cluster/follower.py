@@ -1,4 +1,4 @@
-"""Follows the controller for up"""
+"""Follows the controller for `up`: calls it through its restarts, reports its progress, and applies a changed spec."""
 
 from __future__ import annotations
 

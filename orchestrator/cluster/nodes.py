@@ -1,4 +1,8 @@
-"""The Ray nodes of a fleet's cluster, the planner's hosts on them, and requests for more of them."""
+"""The Ray nodes of a fleet's cluster, the planner's hosts on them, and requests for more of them.
+
+A request is a pending placement group for each host that has no machine. It has an owner and can be withdrawn alone,
+unlike Ray's `request_resources`, of which the cluster has one.
+"""
 
 from __future__ import annotations
 

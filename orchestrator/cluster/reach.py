@@ -1,4 +1,7 @@
-"""Finds out whether this process can join a Ray cluster, and if not, what is to be done."""
+"""Finds out whether this process can join a Ray cluster, and if not, what is to be done; and joins it.
+
+Ray itself tries for 22 s, and reports each cause in the same words.
+"""
 
 from __future__ import annotations
 

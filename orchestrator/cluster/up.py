@@ -127,7 +127,7 @@ class Up:
         report: Callable[[str], None],
         display: Display | None = None,
     ) -> None:
-        """``report`` receives each progress line."""
+        """``report`` receives each progress line, and ``display`` each status."""
         self.home = home
         self._options = options
         self._spec = start
@@ -272,7 +272,8 @@ class Up:
         except Exception as error:  # noqa: BLE001 - it is reported
             event = _as_failed(error)
         if self._serve_up and isinstance(event, str) and self._follower.ready.wait(READY_NEWS_S):
-            self._note_ready()  # it serves already, before Serve has all gateways running
+            with contextlib.suppress(Failed):  # the audit log cannot be written
+                self._note_ready()  # it serves already, before Serve has all gateways running
         self._follower.ending = True
         code = self._report_end(event)  # before Ray is shut down, which may end this process
         self._mark(REPORTED)

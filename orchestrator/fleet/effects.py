@@ -85,18 +85,51 @@ def actor_name(model: str, replica: int, epoch: int) -> str:
 
 
 class ClusterClient(Protocol):
-    """The controller's operations on replicas and hosts.
+    """The controller's operations on the cluster, its hosts and their replicas.
 
     ``name`` is an ``actor_name``; ``host`` is the planner's name of a host, by default the controller's own.
     """
 
-    def fetch(self, wanted: WantedArtifact, host: str) -> AsyncGenerator[FetchStatus | FetchedArtifact | Failure, None]:
-        """Fetch an artifact to the host; yield its status until its outcome. Concurrent fetches of an artifact are
-        shared; one whose callers have all closed the generator is stopped. Raises HostLost."""
+    # The cluster
+
+    async def lost_hosts(self) -> Mapping[str, Loss]:
+        """Returns the hosts whose Ray node is dead or missing, by the planner's names, also those that are not kept: by
+        Ray's last word, while its head is away. Cheap enough for every second."""
+        ...
+
+    def living_machines(self) -> Sequence[ClusterMachine]:
+        """Returns the living machines of the joined cluster, as of the last ``lost_hosts``."""
+        ...
+
+    async def keep_hosts(self, hosts: Collection[str], elastic: Collection[Host]) -> Mapping[str, str]:
+        """Use exactly these hosts. Request a machine for each of the ``elastic`` ones that has none, withdraw all
+        other requests, and end what the fleet runs on machines that it does not use any more, so that they can be given
+        back. Returns why machines are not started, by instance type. To be called again and again."""
+        ...
+
+    async def run_gateways(self, places: Collection[GatewayPlace]) -> Mapping[str, str]:
+        """Run gateways at these places of the joined cluster, and none anywhere else. Returns once they run, or cannot
+        start: with the reasons, by the labels of their machines."""
+        ...
+
+    async def host_reports(self) -> Mapping[str, HostReport]:
+        """Returns the living hosts that reply, by the planner's names, with the notices that they or Ray have."""
         ...
 
     async def held_sources(self, sources: Collection[str]) -> Mapping[str, frozenset[str]]:
         """Returns which of these sources are completely stored, by host, of any date. Does not query the sources."""
+        ...
+
+    async def survivors(self) -> tuple[Sequence[Survivor], Mapping[str, int]]:
+        """Returns the live replicas that an earlier controller started, and the epochs by id of those that did not
+        answer and were killed."""
+        ...
+
+    # One host
+
+    def fetch(self, wanted: WantedArtifact, host: str) -> AsyncGenerator[FetchStatus | FetchedArtifact | Failure, None]:
+        """Fetch an artifact to the host; yield its status until its outcome. Concurrent fetches of an artifact are
+        shared; one whose callers have all closed the generator is stopped. Raises HostLost."""
         ...
 
     async def prepare(self, step: StartStep, config: ReplicaConfig) -> Sequence[str] | Failure:
@@ -109,6 +142,38 @@ class ClusterClient(Protocol):
         and stopped when all callers are cancelled.
         """
         ...
+
+    async def stand_by(self, host: str, engines: Mapping[str, str | None]) -> None:
+        """Keep the host ready for starts: a warm process of each of these engines and of no other, by the engine's
+        Python, as far as its memory allows. To be called again and again. Raises HostLost."""
+        ...
+
+    async def interpreter(self, python: str | None, host: str | None = None) -> Interpreter:
+        """Returns what the Python at that path on the host has installed; None: the default one of replicas there.
+
+        Raises HostLost if the host does not answer.
+        """
+        ...
+
+    async def held_cores(self, claims: str | None, host: str | None = None) -> dict[int, CoreOwner]:
+        """Returns the cores that processes hold: by the ``claims`` of an emulated host, else from the Neuron tools."""
+        ...
+
+    async def device_metrics(self, host: str) -> list[MetricFamily]:
+        """Returns the Neuron device metrics of the host, under neuron-monitor's names; none if the tool is missing."""
+        ...
+
+    async def read_log(
+        self, path: str, lines: int, host: str | None = None, offset: int | None = None, *, ended: bool = False
+    ) -> LogPart:
+        """Returns a part of a log from the byte ``offset``, by default its last ``lines``; empty if the host is lost.
+
+        A log that is missing or shorter than ``offset`` is read from its beginning. ``ended``: the process has, so that
+        its last line may be incomplete, and its fault is looked for.
+        """
+        ...
+
+    # One replica
 
     async def start(self, config: ReplicaConfig) -> None:
         """Start the replica's process on ``config.host``. Returns at once; ``watch`` returns its status.
@@ -138,65 +203,6 @@ class ClusterClient(Protocol):
         """
         ...
 
-    async def read_log(
-        self, path: str, lines: int, host: str | None = None, offset: int | None = None, *, ended: bool = False
-    ) -> LogPart:
-        """Returns a part of a log from the byte ``offset``, by default its last ``lines``; empty if the host is lost.
-
-        A log that is missing or shorter than ``offset`` is read from its beginning. ``ended``: the process has, so that
-        its last line may be incomplete, and its fault is looked for.
-        """
-        ...
-
-    async def interpreter(self, python: str | None, host: str | None = None) -> Interpreter:
-        """Returns what the Python at that path on the host has installed; None: the default one of replicas there.
-
-        Raises HostLost if the host does not answer.
-        """
-        ...
-
-    async def held_cores(self, claims: str | None, host: str | None = None) -> dict[int, CoreOwner]:
-        """Returns the cores that processes hold: by the ``claims`` of an emulated host, else from the Neuron tools."""
-        ...
-
-    async def device_metrics(self, host: str) -> list[MetricFamily]:
-        """Returns the Neuron device metrics of the host, under neuron-monitor's names; none if the tool is missing."""
-        ...
-
-    async def lost_hosts(self) -> Mapping[str, Loss]:
-        """Returns the hosts whose Ray node is dead or missing, by the planner's names, also those that are not kept: by
-        Ray's last word, while its head is away. Cheap enough for every second."""
-        ...
-
-    async def keep_hosts(self, hosts: Collection[str], elastic: Collection[Host]) -> Mapping[str, str]:
-        """Use exactly these hosts. Request a machine for each of the ``elastic`` ones that has none, withdraw all
-        other requests, and end what the fleet runs on machines that it does not use any more, so that they can be given
-        back. Returns why machines are not started, by instance type. To be called again and again."""
-        ...
-
-    def living_machines(self) -> Sequence[ClusterMachine]:
-        """Returns the living machines of the joined cluster, as of the last ``lost_hosts``."""
-        ...
-
-    async def run_gateways(self, places: Collection[GatewayPlace]) -> Mapping[str, str]:
-        """Run gateways at these places of the joined cluster, and none anywhere else. Returns once they run, or cannot
-        start: with the reasons, by the labels of their machines."""
-        ...
-
-    async def stand_by(self, host: str, engines: Mapping[str, str | None]) -> None:
-        """Keep the host ready for starts: a warm process of each of these engines and of no other, by the engine's
-        Python, as far as its memory allows. To be called again and again. Raises HostLost."""
-        ...
-
-    async def host_reports(self) -> Mapping[str, HostReport]:
-        """Returns the living hosts that reply, by the planner's names, with the notices that they or Ray have."""
-        ...
-
     def actor_ids(self) -> Mapping[str, tuple[str, str]]:
         """Returns Ray's ids of each replica's actor and of its node, by the names of the actors."""
-        ...
-
-    async def survivors(self) -> tuple[Sequence[Survivor], Mapping[str, int]]:
-        """Returns the live replicas that an earlier controller started, and the epochs by id of those that did not
-        answer and were killed."""
         ...
