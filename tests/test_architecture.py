@@ -183,6 +183,7 @@ LAYERS: dict[str, set[str]] = {
         "orchestrator.revisions",
         "orchestrator.rollout",
         "orchestrator.sagemaker",
+        "orchestrator.scaling",
         "orchestrator.state",
     },
     "orchestrator.cluster": {

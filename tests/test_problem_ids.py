@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.api.refused import OperationRefused
+from orchestrator.api.schemas import OperationRefused
 from orchestrator.cli.client import AdminClient
 from orchestrator.cluster import up as up_module
 from orchestrator.cluster.up import FleetStart, Up, UpOptions
@@ -83,14 +83,15 @@ def test_what_a_fleet_does_not_have_is_refused(id: str, ask: Callable[[Any], Any
     assert virtually(play) == id
 
 
-def test_an_apply_that_fails_for_no_known_reason_is_told_as_such() -> None:
+def test_an_apply_that_fails_for_no_known_reason_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
     """The watched file is tried again later."""
     from orchestrator.cluster.controller_actor import ControllerActor  # Ray: seconds
 
     async def apply(*_: object, **__: object) -> None:
         raise ZeroDivisionError("of nobody's making")
 
-    actor = SimpleNamespace(_operator=SimpleNamespace(apply=apply))
+    monkeypatch.setattr("orchestrator.api.revisions.apply", apply)
+    actor = SimpleNamespace(_fleet=None)
     answer = asyncio.run(ControllerActor.apply(actor, SPEC, "f.yaml", "/", "ada", "watch"))  # type: ignore[arg-type]
     assert (answer["error"].id, answer["status"]) == ("apply-failed", 500)
 

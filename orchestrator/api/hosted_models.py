@@ -11,10 +11,10 @@ from pathlib import Path
 
 import yaml
 
-from orchestrator.api.operator import Operator
-from orchestrator.api.refused import OperationRefused
-from orchestrator.control.controller import Controller
-from orchestrator.fleet.effects import ClusterClient
+from orchestrator.api.operation import OperatedFleet
+from orchestrator.api.preview import outlook_of, read_spec
+from orchestrator.api.revisions import install
+from orchestrator.api.schemas import OperationRefused, SpecText
 from orchestrator.fleet.hosting import Hosting
 from orchestrator.fleet.replica_states import State
 from orchestrator.process.failure import Failed
@@ -38,11 +38,11 @@ Edit = Callable[[Fields], Hosting | None]
 """Changes a decoded spec, or returns why it does not."""
 
 
-class HostedModels(Operator):
-    """The operations on a fleet, and SageMaker's."""
+class HostedModels:
+    """SageMaker's operations on a fleet."""
 
-    def __init__(self, controller: Controller, cluster: ClusterClient) -> None:
-        super().__init__(controller, cluster)
+    def __init__(self, fleet: OperatedFleet) -> None:
+        self._fleet, self._state = fleet, fleet.state
         self._folders: dict[str, str] = {}  # as SageMaker named them; after a restart the sources stand for them
 
     def hosted(self) -> list[tuple[str, str]]:
@@ -94,7 +94,7 @@ class HostedModels(Operator):
             remaining_s = deadline - self._state.clock()
             if remaining_s <= 0:
                 return Hosting(202, f"the model {name} is loading")
-            version = await self._controller.change(version, min(POLL_S, remaining_s))
+            version = await self._fleet.controller.change(version, min(POLL_S, remaining_s))
 
     def _serves(self, model: ModelSpec) -> bool:
         """Returns whether it serves, or starts with its first request."""
@@ -130,10 +130,11 @@ class HostedModels(Operator):
                 return refused
             try:
                 revision = current.revision
-                read = await self._read(text_of(spec), revision.file, revision.base_dir, by=MANAGER, cause="apply")
+                text = SpecText(text=text_of(spec), file=revision.file, base_dir=revision.base_dir)
+                read = await read_spec(self._fleet, text, by=MANAGER, cause="apply")
                 if added is not None and (missing := await self._missing(added, read[1])):
                     return Hosting(NO_ROOM, f"no room beside the other models: {missing}")
-                await self._install(*read, None, over=current.number)
+                await install(self._fleet, *read, over=current.number)
             except OperationRefused as error:
                 if error.problem.id == "index-changed":
                     continue
@@ -144,7 +145,7 @@ class HostedModels(Operator):
     async def _missing(self, added: str, revision: ResolvedRevision) -> str:
         """Returns what the fleet's hosts lack now for the model that is added, or for another one because of it."""
         before = {missing.model for missing in self._state.goal.plan.unplaced}
-        plan = (await self._outlook(revision)).settled.plan
+        plan = (await outlook_of(self._fleet, revision)).settled.plan
         return "; ".join(
             problem.what
             for missing in plan.unplaced

@@ -4,31 +4,28 @@ scope admin."""
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import hmac
 import logging
 import re
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
 from urllib.parse import parse_qsl
 
 import msgspec
 
 from orchestrator.access.audit_log import Audit
 from orchestrator.access.keys import ApiKey, KeyFile
-from orchestrator.access.source_policy import allowed_to_keys
-from orchestrator.api.operator import Operator
-from orchestrator.api.refused import OperationRefused
-from orchestrator.api.routes import ROUTES, AdminRequest, AdminRoute
-from orchestrator.api.schemas import Reason, Refusal, SpecProblem, SpecText, UndoTarget
-from orchestrator.console.fleet_feed import FleetFeed
-from orchestrator.console.own_pages import OwnPages
-from orchestrator.console.page import CONSOLE_PATH, answer_file, is_file
-from orchestrator.console.playground import PLAYGROUND_PATH, Playground
-from orchestrator.fleet.controller_settings import ADMIN_PATH, BY_HEADER, ControllerSettings
+from orchestrator.api import queries
+from orchestrator.api.operation import OperatedFleet
+from orchestrator.api.routes import ROUTES, AdminRoute, console_calls
+from orchestrator.api.schemas import EventsQuery, Fields, OperationRefused, Reason, Refusal
+from orchestrator.console.fleet_feed import ConsoleSource, FleetFeed
+from orchestrator.console.page import CONSOLE_PATH, PLAYGROUND_PATH, ConsolePage, Playground
+from orchestrator.fleet.controller_settings import ADMIN_PATH, BY_HEADER
+from orchestrator.fleet.fleet_status import EventPage
 from orchestrator.gateway.http.connection import HttpConnection
 from orchestrator.gateway.http.exchange import Exchange, Request, checked
 from orchestrator.gateway.http.http_server import HttpServer
@@ -36,7 +33,6 @@ from orchestrator.gateway.openai.errors import ApiError
 from orchestrator.gateway.settings import GatewaySettings
 from orchestrator.process.failure import Failed
 from orchestrator.process.home import Home
-from placements.spec.parse import parse
 from placements.spec.problems import Problem
 
 log = logging.getLogger(__name__)
@@ -45,7 +41,7 @@ MAX_BODY_BYTES = 8 << 20
 MAX_CONNECTIONS = 256
 READ_S = 10.0  # limit for receiving a request, and until the first request of a connection
 SWEEP_S = 0.25
-LONGEST_BY = 200  # characters
+MAX_BY_CHARACTERS = 200
 
 
 class _Error(ApiError):
@@ -62,8 +58,7 @@ class _Error(ApiError):
         allow: str | None = None,
     ) -> None:
         super().__init__(status, message, code=code, allow=allow)
-        reported = [SpecProblem(**item.as_dict()) for item in problems]
-        self.refusal = Refusal(error=Reason(code=code, message=message, hint=hint), problems=reported)
+        self.refusal = Refusal(error=Reason(code=code, message=message, hint=hint), problems=list(problems))
 
 
 def _refusal(error: ApiError, exchange: Exchange) -> Refusal:
@@ -76,16 +71,18 @@ def _refusal(error: ApiError, exchange: Exchange) -> Refusal:
 class AdminApi:
     """Handles the exchanges of the admin API, with the keys and the audit log of the fleet's home."""
 
-    def __init__(self, fleet: Operator, request_shutdown: Callable[[], Awaitable[None]]) -> None:
-        """``request_shutdown`` asks the daemon to stop the fleet."""
-        home = Home(Path(fleet.settings.home))
+    def __init__(
+        self, fleet: OperatedFleet, routes: Sequence[AdminRoute] = ROUTES, console: ConsoleSource | None = None
+    ) -> None:
+        """``console`` is what the console reads of the fleet; None: what the queries return."""
+        home, source = Home(Path(fleet.settings.home)), console or source_of(fleet)
         self._fleet = fleet
-        self._request_shutdown = request_shutdown
+        self._patterns = [(re.compile(re.sub(r"{(\w+)}", r"(?P<\1>[^/]+)", route.path)), route) for route in routes]
         self._audit = Audit(home.audit)
         self._keys = KeyFile(home.keys)
-        self._pages = OwnPages.at(fleet.settings.console_url)
-        self._feed = FleetFeed(fleet)
-        self._playground = Playground(fleet.entrance)
+        self._page = ConsolePage(fleet.settings.console_url, console_calls(routes))
+        self._feed = FleetFeed(source)
+        self._playground = Playground(source.entrance)
         self._changing: set[asyncio.Task[None]] = set()
 
     def handle(self, exchange: Exchange) -> Awaitable[None] | None:
@@ -94,9 +91,9 @@ class AdminApi:
         Raises ApiError for an unauthorized client and for an unknown route.
         """
         request = exchange.request
-        self._pages.refuse_others(request.headers)
-        if is_file(request.path):
-            answer_file(exchange)
+        self._page.refuse_others(request.headers)
+        if self._page.has(request.path):
+            self._page.answer(exchange)
             return None
         key = self._caller(request.headers, request.path)
         exchange.connection.client = True
@@ -104,7 +101,7 @@ class AdminApi:
             return self._feed.stream(exchange, lambda: self.early(request.headers) is None)
         if (request.method, request.path) == ("POST", PLAYGROUND_PATH):
             return self._playground.chat(exchange)
-        route, values = _route(request)
+        route, values = self._route(request)
         if not route.changes:
             return self._answer(route, values, exchange, key)
         task = asyncio.get_running_loop().create_task(self._answer(route, values, exchange, key))
@@ -144,6 +141,22 @@ class AdminApi:
             raise _error_of(OperationRefused("key-without-admin", what, hint), 403)
         return key
 
+    def _route(self, request: Request) -> tuple[AdminRoute, dict[str, str]]:
+        """Returns the route and the fields in its path. Raises ApiError."""
+        below, path = ADMIN_PATH, request.path.removeprefix(ADMIN_PATH)
+        known = self._patterns if request.path.startswith(below) else []
+        matches = [(route, match.groupdict()) for pattern, route in known if (match := pattern.fullmatch(path))]
+        method = "GET" if request.method == "HEAD" else request.method
+        for route, values in matches:
+            if route.method == method:
+                return route, values
+        if matches:
+            message = f"{request.path} does not support {request.method}."
+            allow = ", ".join(route.method for route, _ in matches)
+            raise _Error(405, code="method_not_allowed", message=message, allow=allow)
+        message = f"The route {request.path} does not exist; see {ADMIN_PATH}/openapi.json."
+        raise _Error(404, code="route_not_found", message=message)
+
     async def _answer(
         self, route: AdminRoute, values: Mapping[str, str], exchange: Exchange, key: ApiKey | None
     ) -> None:
@@ -156,24 +169,23 @@ class AdminApi:
     async def _outcome(
         self, route: AdminRoute, values: Mapping[str, str], request: Request, key: ApiKey | None
     ) -> bytes | ApiError:
-        audit = self._audit
+        audit, by = self._audit, _by(request, key)
+        fleet = self._fleet if key is None else self._fleet.for_keys()
         try:
             fields = _body(route, request) if route.method == "POST" else _query(route, request, values)
-            call = AdminRequest(self._fleet, self._request_shutdown, fields, _by(request, key))
             if not route.changes:
-                return _json(await route.call(await _check(call, key)))
+                return _json(await route.call(fleet, fields, by))
             caller = "fleet token" if key is None else f"key {key.id} {key.name}"
             action = f"{route.method} {route.path}"
-            line = await asyncio.to_thread(audit.begin, caller, action, msgspec.to_builtins(fields), by=call.by)
+            line = await asyncio.to_thread(audit.begin, caller, action, msgspec.to_builtins(fields), by=by)
         except Exception as error:  # noqa: BLE001  # the fleet is unchanged
             return _response_to(route, error)
         revision, status = None, route.status
         outcome: bytes | ApiError
         try:
-            result = await route.call(await _check(call, key))
-            if isinstance(result, dict) and isinstance(result.get("revision"), int):
-                revision = result["revision"]
-            outcome = _json(result)
+            answer = await route.call(fleet, fields, by)
+            revision = getattr(answer, "revision", None)
+            outcome = _json(answer)
         except Exception as error:  # noqa: BLE001  # every error becomes a response
             outcome = failed = _response_to(route, error)
             status = failed.status
@@ -184,30 +196,15 @@ class AdminApi:
         return outcome
 
 
-async def _check(request: AdminRequest, key: ApiKey | None) -> AdminRequest:
-    """Applies the narrower source policy of API keys to the spec of a request. Raises Refused.
+def source_of(fleet: OperatedFleet) -> ConsoleSource:
+    """Returns what the console reads of a fleet."""
 
-    Pins an undo without a number to the revision that was checked: the default can change before the undo runs.
-    """
-    fields = request.fields
-    if key is None:
-        return request
-    if isinstance(fields, UndoTarget):
-        revision = request.fleet.revision(fields.to)
-        request = dataclasses.replace(request, fields=msgspec.structs.replace(fields, to=revision["revision"]))
-        fields = SpecText(text=revision["text"], file=revision["file"], base_dir=revision["base_dir"])
-    if isinstance(fields, SpecText):
-        await asyncio.to_thread(_check_sources, fields, request.fleet.settings)
-    return request
+    def events(after: int, limit: int, wait_s: float) -> Awaitable[EventPage]:
+        return queries.events(fleet, EventsQuery(after=after, limit=limit, wait_s=wait_s))
 
-
-def _check_sources(spec: SpecText, settings: ControllerSettings) -> None:
-    parsed = parse(spec.text, spec.file, spec.base_dir)
-    problems = () if parsed.spec is None else allowed_to_keys(settings).problems(parsed.spec)
-    if problems:
-        what = f"{spec.file} names sources or programs that an API key may not use"
-        hint = "apply it on the fleet's host, with the token of fleet.json"
-        raise OperationRefused("spec-invalid", what, hint, status=422, problems=problems)
+    return ConsoleSource(
+        partial(queries.status, fleet), partial(queries.live, fleet), events, partial(queries.entrance, fleet)
+    )
 
 
 def _error_of(failed: Failed, status: int) -> ApiError:
@@ -227,15 +224,15 @@ def _response_to(route: AdminRoute, error: Exception) -> ApiError:
     return _Error(500, code="internal_error", message="Internal error of the controller; see its log.")
 
 
-def _body(route: AdminRoute, request: Request) -> Any:
+def _body(route: AdminRoute, request: Request) -> Fields:
     """Decodes the body; no body is an empty object, and the content type is ignored. Raises ApiError."""
     try:
-        return msgspec.json.decode(checked(request.body) or b"{}", type=route.schema)
+        return msgspec.json.decode(checked(request.body) or b"{}", type=route.request)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise _Error(400, code="invalid_request", message=f"The body: {error}") from None
 
 
-def _query(route: AdminRoute, request: Request, values: Mapping[str, str]) -> Any:
+def _query(route: AdminRoute, request: Request, values: Mapping[str, str]) -> Fields:
     """Decodes the path and the query. Raises ApiError."""
     pairs = [*values.items(), *parse_qsl(request.query, keep_blank_values=True)]
     repeated = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
@@ -244,7 +241,7 @@ def _query(route: AdminRoute, request: Request, values: Mapping[str, str]) -> An
             400, code="invalid_request", message=f"The query: {', '.join(sorted(repeated))} is given more than once"
         )
     try:
-        return msgspec.convert(dict(pairs), type=route.schema, strict=False)
+        return msgspec.convert(dict(pairs), type=route.request, strict=False)
     except msgspec.MsgspecError as error:
         raise _Error(400, code="invalid_request", message=f"The query: {error}") from None
 
@@ -252,29 +249,10 @@ def _query(route: AdminRoute, request: Request, values: Mapping[str, str]) -> An
 def _by(request: Request, key: ApiKey | None) -> str:
     """Returns the caller for the journal: the name in its header, and its key."""
     header = request.headers.get(BY_HEADER.lower().encode(), b"").decode("latin-1")
-    name = "".join(letter for letter in header if letter.isprintable()).strip()[:LONGEST_BY]
+    name = "".join(letter for letter in header if letter.isprintable()).strip()[:MAX_BY_CHARACTERS]
     if key is None:
         return name or "admin"
     return f"{name} (key {key.name})" if name else f"key {key.name}"
-
-
-_PATTERNS = [(re.compile(ADMIN_PATH + re.sub(r"{(\w+)}", r"(?P<\1>[^/]+)", route.path)), route) for route in ROUTES]
-
-
-def _route(request: Request) -> tuple[AdminRoute, dict[str, str]]:
-    """Returns the route and the fields in its path. Raises ApiError."""
-    matches = [(route, match.groupdict()) for pattern, route in _PATTERNS if (match := pattern.fullmatch(request.path))]
-    method = "GET" if request.method == "HEAD" else request.method
-    for route, values in matches:
-        if route.method == method:
-            return route, values
-    if matches:
-        message = f"{request.path} does not support {request.method}."
-        raise _Error(
-            405, code="method_not_allowed", message=message, allow=", ".join(route.method for route, _ in matches)
-        )
-    message = f"The route {request.path} does not exist; see {ADMIN_PATH}/openapi.json."
-    raise _Error(404, code="route_not_found", message=message)
 
 
 _json = msgspec.json.encode

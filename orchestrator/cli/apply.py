@@ -23,10 +23,10 @@ from orchestrator.cli.app import (
 )
 from orchestrator.cli.client import PLAN_DEADLINE_S, AdminClient, the_fleet, typed
 from orchestrator.cli.follow import follow_to_end, rollout_line
-from orchestrator.cli.listing import REVISIONS, RevisionRow
+from orchestrator.cli.listing import REVISIONS
 from orchestrator.cli.output import Format, complain, confirmed, on_terminal, paint_diff, say, show, state_paint, stdout
 from orchestrator.cli.plan_result import make_plan, model_lines, problems_of, risks, text_of
-from orchestrator.fleet.fleet_status import RolloutReport, RolloutStatus
+from orchestrator.fleet.fleet_status import RevisionRow, RolloutReport, RolloutStatus
 from orchestrator.process.failure import Failed
 from orchestrator.process.text_table import Paint, columns
 from orchestrator.revisions.spec_file import load

@@ -11,10 +11,10 @@ from msgspec.structs import replace
 from orchestrator.cli.app import FAILED, INTERRUPTED
 from orchestrator.cli.bars import Bars, bars_on
 from orchestrator.cli.client import AdminClient
-from orchestrator.cli.listing import EVENTS, EventPage, EventRow, RevisionRow
+from orchestrator.cli.listing import EVENTS
 from orchestrator.cli.output import say, state_paint, stderr
 from orchestrator.fleet.controller_settings import LONGEST_WAIT_S
-from orchestrator.fleet.fleet_status import FleetStatus, RolloutReport, RolloutStatus
+from orchestrator.fleet.fleet_status import EventPage, EventRow, FleetStatus, RevisionRow, RolloutReport, RolloutStatus
 from orchestrator.process.failure import Failed
 from orchestrator.process.text_table import Paint, aligned, cells
 

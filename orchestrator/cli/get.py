@@ -14,8 +14,9 @@ import typer
 from orchestrator.cli.app import app, argument, bad_parameter, names_of, option, switch
 from orchestrator.cli.client import AdminClient, the_fleet, typed
 from orchestrator.cli.follow import coming, latest
-from orchestrator.cli.listing import TABLES, RevisionRow, Row, Table, items_by_name, selected
+from orchestrator.cli.listing import TABLES, Row, Table, items_by_name, selected
 from orchestrator.cli.output import show, show_next, state_paint, stdout
+from orchestrator.fleet.fleet_status import RevisionRow, RevisionText
 from orchestrator.process.failure import Failed
 from orchestrator.process.text_table import aligned, cells
 
@@ -40,15 +41,6 @@ class ListFormat(str, Enum):
     NAME = "name"
     JSON = "json"
     YAML = "yaml"
-
-
-class _RevisionText(RevisionRow, frozen=True):
-    """One revision with its spec and its plan."""
-
-    text: str
-    file: str
-    base_dir: str
-    plan: Any
 
 
 @app.command()
@@ -112,7 +104,7 @@ def _items(client: AdminClient, kind: ObjectKind, name: str | None) -> list[Any]
         return list(latest(client, LATEST, name))
     if kind is ObjectKind.REVISIONS:
         if name is not None:
-            return [client.read(_RevisionText, f"revisions/{_number(name)}")]
+            return [client.read(RevisionText, f"revisions/{_number(name)}")]
         return typed(client.get("revisions")["revisions"], list[RevisionRow])
     by_name = items_by_name(client.status(), kind.value)
     if name is None:

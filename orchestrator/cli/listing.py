@@ -9,44 +9,18 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from orchestrator.fleet.fleet_status import FleetStatus, HostInFleet, ModelInFleet, ReplicaInFleet
+from orchestrator.fleet.fleet_status import (
+    EventRow,
+    FleetStatus,
+    HostInFleet,
+    ModelInFleet,
+    ReplicaInFleet,
+    RevisionRow,
+)
 from orchestrator.process.text_table import Paint, columns
 
 T = TypeVar("T")
 Row = tuple[object, ...]
-
-
-class EventRow(msgspec.Struct, frozen=True):
-    """An event of the journal, as the admin API returns it."""
-
-    seq: int
-    at: float
-    level: str
-    reason: str
-    message: str
-    model: str | None
-    replica: str | None
-    host: str | None
-
-
-class EventPage(msgspec.Struct, frozen=True):
-    """A page of events, oldest first; ``next`` is the number after which the next page begins."""
-
-    events: list[EventRow]
-    next: int
-
-
-class RevisionRow(msgspec.Struct, frozen=True):
-    """A revision of the journal, as the admin API returns it."""
-
-    revision: int
-    at: float
-    by: str
-    cause: str
-    of: int | None
-    state: str
-    reason: str
-    changes: str
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from typing import Annotated
 from orchestrator.cli.app import app, option, switch
 from orchestrator.cli.client import AdminClient, FleetRefused, the_fleet
 from orchestrator.cli.follow import events_after, latest, rollout_line
-from orchestrator.cli.listing import EVENTS, REPLICAS, EventRow, arrivals_per_s, live, waiting
+from orchestrator.cli.listing import EVENTS, REPLICAS, arrivals_per_s, live, waiting
 from orchestrator.cli.output import Format, can_redraw, paint_state, show, stdout, use_color
-from orchestrator.fleet.fleet_status import FleetStatus, HostInFleet, ModelInFleet, ReplicaInFleet
+from orchestrator.fleet.fleet_status import EventRow, FleetStatus, HostInFleet, ModelInFleet, ReplicaInFleet
 from orchestrator.fleet.progress_text import fetch_text
 from orchestrator.process.failure import Failed
 from orchestrator.process.text_table import Paint, columns

@@ -28,7 +28,6 @@ from orchestrator.cli.listing import (
     EVENTS,
     REPLICAS,
     Column,
-    EventRow,
     Row,
     Table,
     arrivals_per_s,
@@ -42,6 +41,7 @@ from orchestrator.cli.output import Format, complain, show, show_next, state_pai
 from orchestrator.cluster.settings import resolve
 from orchestrator.fleet.controller_settings import LONGEST_WAIT_S
 from orchestrator.fleet.fleet_status import (
+    EventRow,
     FleetStatus,
     GatewayInFleet,
     HostInFleet,

@@ -16,8 +16,11 @@ import ray
 from ray.util.metrics import Gauge
 
 from orchestrator.access.keys import KeyFeed, KeyFile
+from orchestrator.api import revisions
 from orchestrator.api.hosted_models import HostedModels
-from orchestrator.api.refused import OperationRefused
+from orchestrator.api.operation import OperatedFleet
+from orchestrator.api.preview import Cause
+from orchestrator.api.schemas import OperationRefused, SpecToApply
 from orchestrator.api.server import AdminApi, serve_admin
 from orchestrator.cluster.calls import RayKeyValues, retried
 from orchestrator.cluster.nodes import CONTROLLER, HEAD, here, own_interpreter
@@ -88,7 +91,8 @@ class ControllerActor:
         self._removal: asyncio.Task[None] | None = None
         self._controller = Controller(state, cluster, resumed=clock.resumed_at)
         cluster.add_hosts((host.name for host in state.hosts), state.kept)
-        self._operator = HostedModels(self._controller, cluster)
+        self._fleet = OperatedFleet(self._controller, cluster, self._request_shutdown)
+        self._hosted = HostedModels(self._fleet)
         self._keys = KeyFeed(KeyFile(home.keys))
         loop = asyncio.get_running_loop()  # Ray makes an async actor's object on its event loop
         self._beating = loop.create_task(clock.beat())
@@ -99,7 +103,7 @@ class ControllerActor:
 
     async def _serve_admin(self) -> None:
         await self._controller.settled()  # before that, operations would find no replicas
-        await serve_admin(AdminApi(self._operator, self._request_shutdown), self._admin_port)
+        await serve_admin(AdminApi(self._fleet), self._admin_port)
 
     async def _export_cores(self) -> None:
         """Export the cores of each host by state to Ray's metrics; their sum is always the number of its cores."""
@@ -130,15 +134,15 @@ class ControllerActor:
     async def hosted(self) -> list[tuple[str, str]]:
         """Return the name and the folder of each model that SageMaker has loaded."""
         await self._controller.settled()
-        return self._operator.hosted()
+        return self._hosted.hosted()
 
     async def host_model(self, name: str, folder: str, again: bool, wait_s: float) -> Hosting:
         await self._controller.settled()
-        return await self._operator.host_model(name, folder, again=again, wait_s=wait_s)
+        return await self._hosted.host_model(name, folder, again=again, wait_s=wait_s)
 
     async def unhost_model(self, name: str) -> Hosting:
         await self._controller.settled()
-        return await self._operator.unhost_model(name)
+        return await self._hosted.unhost_model(name)
 
     async def keys(self, seen: str, timeout_s: float) -> tuple[str, bytes]:
         return await self._keys.next(seen, timeout_s)
@@ -149,10 +153,12 @@ class ControllerActor:
     async def metrics(self, place: str = "") -> list[MetricFamily]:
         return await self._controller.metrics(place)
 
-    async def apply(self, text: str, file: str, base_dir: str, by: str, cause: str) -> dict[str, Any]:
+    async def apply(self, text: str, file: str, base_dir: str, by: str, cause: Cause) -> dict[str, Any]:
         """Apply a spec like the admin API; a rejection is returned as `error` with its `problems`."""
         try:
-            return await self._operator.apply(text, file, base_dir, by=by, cause=cause)
+            spec = SpecToApply(text=text, file=file, base_dir=base_dir)
+            applied = await revisions.apply(self._fleet, spec, by, cause)
+            return {"changed": applied.changed, "revision": applied.revision}
         except OperationRefused as refused:
             return {"error": refused.problem, "problems": refused.problems, "status": refused.status}
         except Exception as error:

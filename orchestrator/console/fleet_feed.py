@@ -6,14 +6,15 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 from msgspec.structs import asdict
 
-from orchestrator.console.page import STREAMED
-from orchestrator.fleet.fleet_status import FleetStatus
+from orchestrator.console.page import STREAMED, Entrance
+from orchestrator.fleet.fleet_status import EventPage, EventRow, FleetStatus
 from orchestrator.gateway.http.exchange import Exchange
 from workers.host.task_boundary import task_boundary
 
@@ -27,20 +28,43 @@ PAGE = 1000  # events of one query
 _encode = msgspec.json.encode
 
 
-class ConsoleFleet(Protocol):
-    """What the feed reads of a fleet."""
+class ReplicaInRay(msgspec.Struct, frozen=True):
+    """The ids of a replica's actor and node in Ray, and the name of its log there."""
 
-    def status(self) -> FleetStatus: ...
+    actor: str
+    node: str
+    log: str
 
-    def live(self, *, with_requests: bool) -> dict[str, Any]: ...
 
-    async def events(self, after: int, limit: int, wait_s: float, model: str | None) -> dict[str, Any]: ...
+class RayLinks(msgspec.Struct, frozen=True):
+    """The address of Ray's dashboard, and what it has of the replicas."""
+
+    dashboard: str | None
+    replicas: dict[str, ReplicaInRay]
+
+
+class LiveView(msgspec.Struct, frozen=True):
+    """What the page shows beside the status."""
+
+    load: Mapping[str, Mapping[str, float | None]]  # by model and figure
+    links: RayLinks
+    requests: Sequence[msgspec.Struct] | None  # None: no page shows them
+
+
+@dataclass(frozen=True)
+class ConsoleSource:
+    """What the console reads of a fleet."""
+
+    status: Callable[[], FleetStatus]
+    live: Callable[[bool], LiveView]  # with the requests or without
+    events: Callable[[int, int, float], Awaitable[EventPage]]  # after, limit, wait_s
+    entrance: Callable[[], Entrance | None]  # a gateway that serves
 
 
 class FleetFeed:
     """The last reading, and the task that reads while a page is open. Used from one event loop."""
 
-    def __init__(self, fleet: ConsoleFleet) -> None:
+    def __init__(self, fleet: ConsoleSource) -> None:
         self._fleet = fleet
         self._parts: dict[tuple[str, str], tuple[int, bytes]] = {}  # by kind and name: when it changed, and its JSON
         self._events: deque[tuple[int, bytes]] = deque(maxlen=RECENT)
@@ -106,12 +130,12 @@ class FleetFeed:
             while self._pages:
                 with task_boundary(log, "the console's reading failed; it is repeated"):
                     wait_s = max(0.0, read_at + READ_S - time.monotonic())
-                    more = await self._fleet.events(after, PAGE, wait_s, None)
-                    after, now, parts = more["next"], time.monotonic(), None
+                    more = await self._fleet.events(after, PAGE, wait_s)
+                    after, now, parts = more.next, time.monotonic(), None
                     if now >= read_at + READ_S:
-                        live = self._fleet.live(with_requests=self._watchers > 0)
+                        live = self._fleet.live(self._watchers > 0)
                         parts, read_at = parts_of(self._fleet.status(), live), now
-                    await self._keep(parts, more["events"])
+                    await self._publish(parts, more.events)
                     continue
                 await asyncio.sleep(READ_S)
         finally:
@@ -119,7 +143,7 @@ class FleetFeed:
             self._parts.clear()
             self._events.clear()
 
-    async def _keep(self, parts: Mapping[tuple[str, str], Any] | None, events: list[dict[str, Any]]) -> None:
+    async def _publish(self, parts: Mapping[tuple[str, str], object] | None, events: list[EventRow]) -> None:
         """``parts``: of a new reading; None: there is none."""
         version = self._version + 1
         changed = bool(events)
@@ -137,12 +161,12 @@ class FleetFeed:
                 self._changed.notify_all()
 
 
-def parts_of(status: FleetStatus, live: Mapping[str, Any]) -> dict[tuple[str, str], Any]:
+def parts_of(status: FleetStatus, live: LiveView) -> dict[tuple[str, str], object]:
     """Returns the parts of a reading by kind and name. ``fleet`` is all that has no name of its own, with the names of
     models and hosts in their order; what is ``live`` has parts without a name."""
     models, hosts = [model.name for model in status.models], [host.name for host in status.hosts]
-    parts: dict[tuple[str, str], Any] = {("fleet", ""): {**asdict(status), "models": models, "hosts": hosts}}
-    parts.update({(kind, ""): part for kind, part in live.items()})
+    parts: dict[tuple[str, str], object] = {("fleet", ""): {**asdict(status), "models": models, "hosts": hosts}}
+    parts.update({(kind, ""): part for kind, part in asdict(live).items() if part is not None})
     parts.update({("models", model.name): model for model in status.models})
     parts.update({("hosts", host.name): host for host in status.hosts})
     return parts

@@ -6,6 +6,8 @@ the epoch, durations in seconds. None means unknown or not applicable.
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 from msgspec import UNSET, UnsetType
 
@@ -290,10 +292,52 @@ class RolloutStatus(StatusFields, frozen=True, kw_only=True):
 
 
 class RolloutReport(RolloutStatus, frozen=True, kw_only=True):
-    """The answer of GET /admin/v1/rollout."""
+    """The progress of the newest revision, and the earlier one that an undo applies."""
 
     undo: int | None  # the revision that `rollout undo` applies; None: there is none
     undo_skips: list[int]  # later ones that it does not return to, since they failed
+
+
+class RevisionRow(StatusFields, frozen=True, kw_only=True):
+    """A revision of the journal."""
+
+    revision: int
+    at: float
+    by: str
+    cause: str
+    of: int | None  # the revision that it restores
+    state: str
+    reason: str
+    changes: str  # in one line
+
+
+class RevisionText(RevisionRow, frozen=True, kw_only=True):
+    """A revision with its spec, and the summary of its plan."""
+
+    text: str
+    file: str
+    base_dir: str
+    plan: dict[str, Any]  # as the journal has it: older versions wrote other keys
+
+
+class EventRow(StatusFields, frozen=True, kw_only=True):
+    """An event of the journal."""
+
+    seq: int
+    at: float
+    level: str
+    reason: str  # CamelCase, one word
+    message: str
+    model: str | None
+    replica: str | None
+    host: str | None
+
+
+class EventPage(StatusFields, frozen=True, kw_only=True):
+    """Events, oldest first, and the ``after`` of the next request."""
+
+    events: list[EventRow]
+    next: int
 
 
 class FleetStatus(StatusFields, frozen=True, kw_only=True):

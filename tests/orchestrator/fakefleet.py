@@ -9,17 +9,21 @@ import shutil
 import socket
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import wraps
 from typing import Any
 
 import msgspec
 
-from orchestrator.api.refused import OperationRefused
+from orchestrator.api.routes import ROUTES, AdminRoute, documented
+from orchestrator.api.schemas import Fields, OperationRefused, RequestRow
 from orchestrator.api.server import AdminApi, serve_admin
 from orchestrator.cluster.settings import resolve
-from orchestrator.console.playground import Entrance
+from orchestrator.console.fleet_feed import ConsoleSource, LiveView
+from orchestrator.console.page import Entrance
 from orchestrator.fleet.controller_settings import ControllerSettings
-from orchestrator.fleet.fleet_status import FleetStatus
+from orchestrator.fleet.fleet_status import EventPage, FleetStatus
 from orchestrator.process.addresses import free_port
 from placements.spec.problems import Problem
 from tests.fleet import until
@@ -424,7 +428,8 @@ def checked(index: int | None) -> tuple[int, ...]:
 
 
 class FakeFleet:
-    """Plays ``Operator``: answers what it is given, and keeps what it was asked in ``calls``."""
+    """Plays a fleet: has a method for each operation, answers what it is given, and keeps what it was asked in
+    ``calls``."""
 
     def __init__(self, home: str = "/nowhere") -> None:
         self.settings = ControllerSettings(
@@ -456,11 +461,16 @@ class FakeFleet:
         self.refusal: Exception | None = None
         self.history = copy.deepcopy(REVISIONS)
         self.news = asyncio.Event()
+        self.downs = 0
 
     def _asked(self, *call: Any) -> None:
         self.calls.append(call)
         if self.refusal is not None:
             raise self.refusal
+
+    def for_keys(self) -> FakeFleet:
+        """The fleet for a caller with a key."""
+        return self
 
     def status(self) -> FleetStatus:
         return status_of(self.told_status, self.rollouts[0])
@@ -497,13 +507,14 @@ class FakeFleet:
 
     async def undo(self, to: int | None, by: str, check_index: int | None = None) -> dict[str, Any]:
         self._asked("undo", to, by, *checked(check_index))
-        return {"changed": self.changed, "revision": 4, "index": 50, "plan": self.told_plan, "of": to}
+        return {"changed": self.changed, "revision": 4, "index": 50, "plan": self.told_plan, "of": to or 2}
 
     def entrance(self) -> Entrance | None:
         return self.told_entrance
 
-    def live(self, *, with_requests: bool) -> dict[str, Any]:
-        return {**self.told_live, **(self.requests() if with_requests else {})}
+    def live(self, with_requests: bool) -> LiveView:
+        shown = msgspec.convert(self.told_requests, list[RequestRow]) if with_requests else None
+        return msgspec.convert({**self.told_live, "requests": shown}, LiveView, from_attributes=True)
 
     def load_history(self) -> dict[str, Any]:
         return self.told_history
@@ -561,9 +572,12 @@ class FakeFleet:
         self._asked("unload", model, by, *checked(check_index))
         return {"model": model, "scaled": 0, "wanted": 0}
 
-    async def cordon(self, host: str, cores: str | None, on: bool, by: str) -> dict[str, Any]:
+    async def cordon(self, host: str, cores: str | None, by: str, on: bool = True) -> dict[str, Any]:
         self._asked("cordon", host, cores, on, by)
         return dict(self.told_status["hosts"][0])
+
+    async def uncordon(self, host: str, cores: str | None, by: str) -> dict[str, Any]:
+        return await self.cordon(host, cores, by, on=False)
 
     async def drain(
         self,
@@ -611,11 +625,15 @@ class FakeFleet:
         begin = int(after[2:] or 0)
         page = TRACE[begin : begin + limit]
         end = begin + len(page)
-        speeds = {"chat": {"load_s": 4.2}}
+        speeds = {"chat": {"load_s": 4.2, "since": AT, "shape": {}}}
         return {"requests": page, "next": f"g:{end}", "more": end < len(TRACE), "speeds": speeds}
 
     def speeds(self) -> dict[str, Any]:
         return {"speeds": [dict(own) for own in self.told_speeds]}
+
+    async def down(self, by: str) -> dict[str, Any]:
+        self.downs += 1
+        return {"stopping": True}
 
     def config(self) -> dict[str, Any]:
         return {"values": list(resolve({"port": 9000}, {"COREWRIGHT_HOME": "/home/ada/.corewright"}).as_dicts())}
@@ -642,13 +660,39 @@ def bad_spec() -> OperationRefused:
     return OperationRefused("spec-invalid", what, "corewright validate SPEC", status=422, problems=[problem])
 
 
+def played(route: AdminRoute) -> AdminRoute:
+    """The route whose operation is the ``FakeFleet``'s method of its name."""
+
+    @wraps(route.handler)
+    def handler(fleet: FakeFleet, *arguments: Any) -> Any:
+        fields = [msgspec.structs.asdict(each) for each in arguments if isinstance(each, Fields)]
+        by = [{"by": each} for each in arguments if isinstance(each, str)]
+        return getattr(fleet, route.name)(**{key: value for part in (*fields, *by) for key, value in part.items()})
+
+    return replace(route, handler=handler)
+
+
+FAKE_ROUTES = documented([played(route) for route in ROUTES[:-1]])
+
+
+def console_of(fleet: FakeFleet) -> ConsoleSource:
+    """What the console reads of the fleet."""
+
+    async def events(after: int, limit: int, wait_s: float) -> EventPage:
+        return msgspec.convert(await fleet.events(after, limit, wait_s, None), EventPage)
+
+    return ConsoleSource(fleet.status, fleet.live, events, fleet.entrance)
+
+
 class LiveAdmin:
     """The API of a ``FakeFleet`` on a free port, on an event loop in a thread of its own. ``close`` it."""
 
-    def __init__(self, port: int | None = None, console_url: str | None = None) -> None:
+    def __init__(
+        self, port: int | None = None, console_url: str | None = None, routes: Sequence[AdminRoute] = FAKE_ROUTES
+    ) -> None:
+        self._routes = routes
         self.fleet = FakeFleet(tempfile.mkdtemp(prefix="cwt-", dir="/tmp"))
         self.fleet.settings = msgspec.structs.replace(self.fleet.settings, console_url=console_url)
-        self.downs = 0
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -668,11 +712,14 @@ class LiveAdmin:
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._serving = asyncio.create_task(serve_admin(AdminApi(self.fleet, self._down), self.port))  # type: ignore[arg-type]
+        api = AdminApi(self.fleet, self._routes, console_of(self.fleet))  # type: ignore[arg-type]
+        self._serving = asyncio.create_task(serve_admin(api, self.port))
         await self._serving
 
-    async def _down(self) -> None:
-        self.downs += 1
+    @property
+    def downs(self) -> int:
+        """How often a shutdown was requested."""
+        return self.fleet.downs
 
     def tell(self, *events: dict[str, Any]) -> None:
         """Events that happen now."""

@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 
 from msgspec import to_builtins as builtin
 
-from orchestrator.api.operator import Operator
+from orchestrator.api import preview, queries, replicas, revisions, schemas
+from orchestrator.api.operation import OperatedFleet
 from orchestrator.control.controller import Controller
 from orchestrator.fleet.controller_settings import ControllerSettings
 from orchestrator.fleet.effects import (
@@ -29,6 +30,7 @@ from orchestrator.fleet.effects import (
     Survivor,
     actor_name,
 )
+from orchestrator.fleet.fleet_status import FleetStatus, HostInFleet, RolloutReport
 from orchestrator.fleet.gateway_places import ClusterMachine, GatewayPlace
 from orchestrator.process.awake_clock import AwakeClock
 from orchestrator.process.home import FleetRecord
@@ -460,8 +462,96 @@ class FakeCluster:
                 await replica.die("its node died")
 
 
+class Operations:
+    """The operations on a fleet with plain arguments, for stories: those of their requests, then ``by``. Answers are
+    JSON, except for those that are parts of the status."""
+
+    def __init__(self, fleet: OperatedFleet) -> None:
+        self._fleet = fleet
+
+    async def read(self, text: str, file: str, base_dir: str, *, by: str, cause: Any) -> Any:
+        """Reads a spec for a revision: the file, and the revision as resolved."""
+        request = schemas.SpecText(text=text, file=file, base_dir=base_dir)
+        return await preview.read_spec(self._fleet, request, by=by, cause=cause)
+
+    async def propose(self, text: str, file: str, base_dir: str, **options: Any) -> Any:
+        request = schemas.SpecToPlan(text=text, file=file, base_dir=base_dir, **options)
+        return builtin(await preview.propose(self._fleet, request))
+
+    async def explain(self, text: str, file: str, base_dir: str, model: str) -> Any:
+        request = schemas.SpecToExplain(text=text, file=file, base_dir=base_dir, model=model)
+        return builtin(await preview.explain(self._fleet, request))
+
+    async def preview(self, action: Any, target: str, count: int | None = None) -> Any:
+        request = schemas.ActionToPreview(action=action, target=target, count=count)
+        return builtin(await preview.preview(self._fleet, request))
+
+    async def apply(self, text: str, file: str, base_dir: str, *, by: str, **options: Any) -> Any:
+        request = schemas.SpecToApply(text=text, file=file, base_dir=base_dir, **options)
+        return builtin(await revisions.apply(self._fleet, request, by))
+
+    async def undo(self, to: int | None, by: str) -> Any:
+        return builtin(await revisions.undo(self._fleet, schemas.UndoTarget(to=to), by))
+
+    def revisions(self) -> Any:
+        return builtin(revisions.revisions(self._fleet))
+
+    def revision(self, number: int) -> Any:
+        return builtin(revisions.revision(self._fleet, schemas.RevisionNumber(number=number)))
+
+    def rollout(self) -> RolloutReport:
+        return revisions.rollout(self._fleet)
+
+    async def pause(self, by: str) -> RolloutReport:
+        return await revisions.pause(self._fleet, by)
+
+    async def resume(self, by: str) -> RolloutReport:
+        return await revisions.resume(self._fleet, by)
+
+    async def promote(self, by: str) -> RolloutReport:
+        return await revisions.promote(self._fleet, by)
+
+    async def restart(self, model: str, by: str, check_index: int | None = None) -> RolloutReport:
+        return await revisions.restart(self._fleet, schemas.ModelName(model=model, check_index=check_index), by)
+
+    async def scale(self, model: str, count: int | None, by: str, check_index: int | None = None) -> Any:
+        request = schemas.ReplicaCount(model=model, count=count, check_index=check_index)
+        return builtin(await replicas.scale(self._fleet, request, by))
+
+    async def load(self, model: str, by: str, check_index: int | None = None) -> Any:
+        return builtin(await replicas.load(self._fleet, schemas.ModelName(model=model, check_index=check_index), by))
+
+    async def unload(self, model: str, by: str, check_index: int | None = None) -> Any:
+        return builtin(await replicas.unload(self._fleet, schemas.ModelName(model=model, check_index=check_index), by))
+
+    async def cordon(self, host: str, cores: str | None, on: bool, by: str) -> HostInFleet:
+        change = replicas.cordon if on else replicas.uncordon
+        return await change(self._fleet, schemas.HostCores(host=host, cores=cores), by)
+
+    async def drain(self, target: str, by: str, deadline_s: float | None = None, **options: Any) -> Any:
+        request = schemas.HostOrReplica(target=target, deadline_s=deadline_s, **options)
+        return await replicas.drain(self._fleet, request, by)
+
+    async def cancel_request(self, request: str, by: str) -> Any:
+        return builtin(await queries.cancel_request(self._fleet, schemas.RequestId(request=request), by))
+
+    async def events(self, after: int, limit: int, wait_s: float, model: str | None) -> Any:
+        request = schemas.EventsQuery(after=after, limit=limit, wait_s=wait_s, model=model)
+        return builtin(await queries.events(self._fleet, request))
+
+    async def logs(self, model: str, replica: int | None, offset: int | None, wait_s: float) -> Any:
+        request = schemas.LogQuery(model=model, replica=replica, offset=offset, wait_s=wait_s)
+        return builtin(await queries.logs(self._fleet, request))
+
+    async def trace(self, after: str, limit: int) -> Any:
+        return builtin(await queries.trace(self._fleet, schemas.TraceQuery(after=after, limit=limit)))
+
+    def status(self) -> FleetStatus:
+        return queries.status(self._fleet)
+
+
 class Played:
-    """A controller and its operator on a fake cluster."""
+    """A controller and the operations on it, on a fake cluster."""
 
     def __init__(
         self,
@@ -504,7 +594,8 @@ class Played:
         cluster.lost_now |= set(cluster.host_names) - state.kept
         resumed = self.clock.resumed_at if self.clock else lambda: float("-inf")
         self.controller = Controller(state, cluster, resumed=resumed, tick_s=tick_s)
-        self.operator = Operator(self.controller, cluster)
+        self.fleet = OperatedFleet(self.controller, cluster, self._requested)
+        self.operator = Operations(self.fleet)
         self._running: asyncio.Task[None] | None = None
         self._beating: asyncio.Task[None] | None = None
 
@@ -559,7 +650,10 @@ class Played:
         wished = [["ready"] * model.wanted for model in status.models]
         return bool(status.rollout.state == "complete" and states == wished)
 
-    async def apply(self, spec: str, **options: Any) -> dict[str, Any]:
+    async def _requested(self) -> None:
+        """A shutdown is requested."""
+
+    async def apply(self, spec: str, **options: Any) -> Any:
         return await self.operator.apply(spec, "spec.yaml", str(self.home), by="tester", **options)
 
     def replica(self, id: str) -> dict[str, Any]:

@@ -20,7 +20,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from orchestrator.api.refused import OperationRefused
+from orchestrator.api.schemas import OperationRefused
 from orchestrator.control.reconcile import reconcile
 from orchestrator.fleet.replica_states import State
 from orchestrator.fleet.snapshot import Observed

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.api.refused import OperationRefused
+from orchestrator.api.schemas import OperationRefused
 from orchestrator.control.reconcile import reconcile
 from orchestrator.fleet.replica_states import State
 from orchestrator.fleet.snapshot import Observed

@@ -1,10 +1,11 @@
 // The admin API and the stream. The key is in this module's memory only: a reload requires it again.
 
-const ADMIN = "../admin/v1/"; // a proxy may serve both below a path
+const ADMIN = "../admin/v1"; // a proxy may serve both below a path
 const SILENT_MS = 12_000; // without a ping, the stream counts as lost; the controller sends one every 5 s
 const RETRY_MS = 1000;
 
 let key = "";
+let calls = {}; // the method and the path of each operation of the admin API, by its name
 let query = ""; // of the stream
 let running = null; // its AbortController
 
@@ -36,14 +37,26 @@ async function answer(response) {
   return body;
 }
 
-export async function get(path, query = {}) {
-  const parameters = new URLSearchParams(query).toString();
-  return answer(await request(ADMIN + path + (parameters && `?${parameters}`)));
+/** Sets the operations, as the controller's table of routes has them. */
+export function setCalls(table) {
+  calls = table;
 }
 
-export async function post(path, fields = {}) {
-  const headers = { "content-type": "application/json" };
-  return answer(await request(ADMIN + path, { method: "POST", body: JSON.stringify(fields), headers }));
+/** Calls an operation of the admin API. Of a GET, fields that the path does not name are the query. */
+export async function call(operation, fields = {}) {
+  const { method, path } = calls[operation];
+  if (method === "POST") {
+    const headers = { "content-type": "application/json" };
+    return answer(await request(ADMIN + path, { method, body: JSON.stringify(fields), headers }));
+  }
+  const query = { ...fields };
+  const filled = path.replace(/{(\w+)}/g, (_, name) => {
+    const value = encodeURIComponent(query[name]);
+    delete query[name];
+    return value;
+  });
+  const parameters = new URLSearchParams(query).toString();
+  return answer(await request(ADMIN + filled + (parameters && `?${parameters}`)));
 }
 
 /** Yields `{event, data}` of a response that is a stream of server-sent events; comments are yielded without data. */

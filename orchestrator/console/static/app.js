@@ -1,6 +1,6 @@
 // The page: its key, its stream, and the view that the address names.
 
-import { follow, hasKey, restream, setKey } from "./api.js";
+import { follow, hasKey, restream, setCalls, setKey } from "./api.js";
 import * as cores from "./cores.js";
 import { openDialog } from "./dialog.js";
 import { h, render } from "./dom.js";
@@ -120,6 +120,7 @@ async function start() {
   draw();
   setInterval(() => anyStarts() && draw(), 1000);
   state.facts = await (await fetch("facts.json")).json();
+  setCalls(state.facts.calls);
   restream(VIEWS[place().name].stream ?? "");
   await askKey(null);
   await follow({

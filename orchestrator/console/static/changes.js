@@ -1,6 +1,6 @@
 // The dialogs of changes by hand: each shows what the controller says it would do, then asks.
 
-import { get, post } from "./api.js";
+import { call } from "./api.js";
 import { openDialog } from "./dialog.js";
 import { h } from "./dom.js";
 import { clock, count } from "./format.js";
@@ -8,11 +8,11 @@ import { planResult } from "./plan_result.js";
 import { state } from "./state.js";
 
 const VERBS = {
-  scale: { title: "Scale", path: "scale", button: "Scale" },
-  load: { title: "Load", path: "load", button: "Load" },
-  unload: { title: "Unload", path: "unload", button: "Unload", danger: true },
-  restart: { title: "Restart", path: "rollout/restart", button: "Restart", danger: true },
-  drain: { title: "Drain", path: "drain", button: "Drain", danger: true },
+  scale: { title: "Scale" },
+  load: { title: "Load" },
+  unload: { title: "Unload", danger: true },
+  restart: { title: "Restart", danger: true },
+  drain: { title: "Drain", danger: true },
 };
 
 /** Scales, loads, unloads, restarts or drains `target`, after a preview. */
@@ -31,7 +31,7 @@ export async function changeDialog(change, target) {
     const turn = ++asked;
     confirm.disabled = true;
     try {
-      const result = await post("preview", { action: change, target, count: countOf() });
+      const result = await call("preview", { action: change, target, count: countOf() });
       if (turn !== asked) return;
       index = result.index;
       shown.replaceChildren(...effects(result));
@@ -45,7 +45,7 @@ export async function changeDialog(change, target) {
   await openDialog({
     title: `${verb.title} ${target}`,
     body: [field && [h("label", { for: "count" }, `Replicas, at most ${model.scaling.max}; empty: as the spec says`), field], shown],
-    confirm: verb.button,
+    confirm: verb.title,
     danger: verb.danger,
     onOpen: (button) => {
       confirm = button;
@@ -54,15 +54,15 @@ export async function changeDialog(change, target) {
     async onConfirm() {
       const about = change === "drain" ? { target } : { model: target };
       const fields = change === "scale" ? { ...about, count: countOf() } : about;
-      await changeOrPreview(verb.path, { ...fields, check_index: index }, preview);
+      await changeOrPreview(change, { ...fields, check_index: index }, preview);
     },
   });
 }
 
 /** Makes a change; if the fleet has changed since the preview, shows a new one, which also decides on the button. */
-async function changeOrPreview(path, fields, preview) {
+async function changeOrPreview(operation, fields, preview) {
   try {
-    await post(path, fields);
+    await call(operation, fields);
   } catch (error) {
     if (error.code === "index-changed") {
       await preview();
@@ -91,7 +91,7 @@ function placeOf(result, id) {
 
 /** Applies an earlier revision again, after its plan. */
 export async function rollbackDialog() {
-  const [{ revisions }, rollout] = await Promise.all([get("revisions"), get("rollout")]);
+  const [{ revisions }, rollout] = await Promise.all([call("revisions"), call("rollout")]);
   const earlier = revisions.filter((each) => each.revision !== rollout.revision);
   const choice = h("select", { id: "revision" }, earlier.map((each) => h("option", { value: String(each.revision) },
     `${each.revision}: ${each.cause} at ${clock(each.at)} by ${each.by}, ${each.state}`)));
@@ -110,8 +110,8 @@ export async function rollbackDialog() {
     }
     try {
       const to = Number(choice.value);
-      const { text, file, base_dir } = await get(`revisions/${to}`);
-      const plan = await post("plan", { text, file, base_dir });
+      const { text, file, base_dir } = await call("revision", { number: to });
+      const plan = await call("propose", { text, file, base_dir });
       if (turn !== asked) return;
       shownPlan = { to, check_index: plan.index };
       shown.replaceChildren(...planResult(plan));
@@ -130,6 +130,6 @@ export async function rollbackDialog() {
       confirm = button;
       preview();
     },
-    onConfirm: () => changeOrPreview("rollout/undo", shownPlan, preview),
+    onConfirm: () => changeOrPreview("undo", shownPlan, preview),
   });
 }

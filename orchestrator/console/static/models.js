@@ -1,6 +1,6 @@
 // Models: what each serves and how fast, its replicas, and the changes by hand, each previewed before it is made.
 
-import { get } from "./api.js";
+import { call } from "./api.js";
 import { changeDialog, rollbackDialog } from "./changes.js";
 import { openDialog } from "./dialog.js";
 import { h } from "./dom.js";
@@ -136,7 +136,7 @@ async function showLog(model, replica) {
   let offset = null;
   const more = async () => {
     const query = { model, replica: replica.split("/").at(-1), ...(offset === null ? {} : { offset }) };
-    const part = await get("logs", query);
+    const part = await call("logs", query);
     offset = part.offset;
     text.textContent = (text.textContent + part.text).slice(-LOG_CHARACTERS);
     text.scrollTop = text.scrollHeight;

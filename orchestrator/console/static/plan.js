@@ -1,6 +1,6 @@
 // Plan: a spec in an editor, what the controller says it would change, and its apply at exactly that state.
 
-import { get, post } from "./api.js";
+import { call } from "./api.js";
 import { offersAt } from "./completion.js";
 import { h } from "./dom.js";
 import { planResult, problemList } from "./plan_result.js";
@@ -23,7 +23,7 @@ export function enter(draw) {
 }
 
 async function loadRunning() {
-  Object.assign(spec, await get("spec"));
+  Object.assign(spec, await call("spec"));
   outcome = planned = null;
   said = `The running spec, revision ${spec.revision}.`;
   if (editor()) editor().value = spec.text;
@@ -77,7 +77,7 @@ async function plan() {
   redraw();
   const asked = spec.text;
   try {
-    outcome = { plan: await post("plan", { text: asked, file: spec.file, base_dir: spec.base_dir }) };
+    outcome = { plan: await call("propose", { text: asked, file: spec.file, base_dir: spec.base_dir }) };
   } catch (refusal) {
     outcome = { refusal };
   }
@@ -91,7 +91,7 @@ async function apply() {
   redraw();
   try {
     const { text } = { text: planned };
-    const done = await post("apply", { text, file: spec.file, base_dir: spec.base_dir, check_index: outcome.plan.index });
+    const done = await call("apply", { text, file: spec.file, base_dir: spec.base_dir, check_index: outcome.plan.index });
     said = done.changed ? `Revision ${done.revision} is rolled out.` : `Nothing has changed: revision ${done.revision}.`;
     outcome = null;
   } catch (refusal) {

@@ -1,6 +1,6 @@
 // Plots of the last hour: the controller's samples, one line for each model.
 
-import { get } from "./api.js";
+import { call } from "./api.js";
 import { h } from "./dom.js";
 import { numberOf, state } from "./state.js";
 
@@ -37,7 +37,7 @@ export function leave() {
 export function view() {
   if (seen !== state.load) {
     seen = state.load;
-    get("load").then((answer) => {
+    call("load_history").then((answer) => {
       history = answer;
       redraw();
     }).catch(() => {}); // the line on top says that the controller is away

@@ -1,6 +1,6 @@
 // Requests: where each waits or runs, how long it has waited, and why it got its replica.
 
-import { post } from "./api.js";
+import { call } from "./api.js";
 import { openDialog } from "./dialog.js";
 import { h } from "./dom.js";
 import { milliseconds, NONE, seconds } from "./format.js";
@@ -23,7 +23,7 @@ function cancel(request) {
     body: [h("p", {}, `Its client gets the error request_cancelled${known?.tokens ? `, after ${known.tokens} tokens` : ""}.`)],
     confirm: "Cancel the request",
     danger: true,
-    onConfirm: () => post("requests/cancel", { request }),
+    onConfirm: () => call("cancel_request", { request }),
   });
 }
 

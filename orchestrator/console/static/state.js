@@ -1,11 +1,11 @@
 // What the page knows of the fleet: the parts that the stream has sent, and the plan of the running spec.
 
-import { post, get } from "./api.js";
+import { call } from "./api.js";
 
 const MOST_EVENTS = 2000;
 
 export const state = {
-  facts: { topologies: {}, schema: {}, version: "" },
+  facts: { topologies: {}, schema: {}, version: "", calls: {} },
   fleet: null, // the status without models and hosts, with their names in order
   models: {},
   hosts: {},
@@ -77,7 +77,7 @@ let plannedIndex = null;
 export async function refreshPlan() {
   if (state.fleet === null || state.fleet.index === plannedIndex) return false;
   plannedIndex = state.fleet.index;
-  const { text, file, base_dir } = await get("spec");
-  state.plan = await post("plan", { text, file, base_dir });
+  const { text, file, base_dir } = await call("spec");
+  state.plan = await call("propose", { text, file, base_dir });
   return true;
 }

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import ssl
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ import pytest
 from orchestrator.access.audit_log import Audit
 from orchestrator.access.keys import KeyFile
 from orchestrator.access.source_policy import SourcePolicy, allowed_by_setting, allowed_to_keys, interpreters_of
-from orchestrator.api.refused import OperationRefused
+from orchestrator.api.schemas import OperationRefused
 from orchestrator.cli import up as up_module
 from orchestrator.cli.main import run
 from orchestrator.cluster.settings import SETTINGS, resolve
@@ -35,8 +36,8 @@ from placements.spec.parse import parse
 from placements.spec.problems import Problem
 from tests.fleet import LiveFleet, until
 from tests.orchestrator.certificates import Authority
-from tests.orchestrator.fakefleet import SPEC, TOKEN, LiveAdmin
-from tests.orchestrator.fakes import FakeCluster, Played, virtually
+from tests.orchestrator.fakefleet import SPEC, TOKEN, FakeFleet, LiveAdmin
+from tests.orchestrator.fakes import FakeCluster, Operations, Played, virtually
 
 ECHO = "hosts: {emulate: inf2.xlarge}\nmodels: {a: {engine: echo}}\n"
 
@@ -406,14 +407,17 @@ def test_a_running_fleet_refuses_a_folder_that_cannot_exist(verb: str, path: str
 
 
 @pytest.mark.parametrize("verb", ["apply", "propose", "explain"])
-def test_a_running_fleet_reads_only_what_the_setting_allows(verb: str, models: Path) -> None:
+def test_a_running_fleet_reads_only_what_the_setting_allows(
+    verb: str, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """For every client, and before anything there is read: a response would reveal the content of other folders."""
     text = "hosts: {emulate: inf2.xlarge}\nmodels: {a: {engine: cpu, source: ./elsewhere/secret}}\n"
 
     async def play() -> tuple[str, list[str]]:
         async with Played(models, FakeCluster(), ECHO) as played:
             await played.settled()
-            played.operator._allowed = SourcePolicy((str(models / "models"),), frozenset())
+            allowed = SourcePolicy((str(models / "models"),), frozenset())
+            monkeypatch.setattr("orchestrator.api.operation.allowed_by_setting", lambda settings: allowed)
             more: dict[str, Any] = {"apply": {"by": "me"}, "explain": {"model": "a"}}.get(verb, {})
             with pytest.raises(OperationRefused) as refused:
                 await getattr(played.operator, verb)(text, "f.yaml", str(models), **more)
@@ -548,58 +552,89 @@ EVIL = [
 ]
 
 
-@pytest.mark.parametrize(("text", "id"), EVIL)
-@pytest.mark.parametrize("path", ["apply", "plan", "explain"])
-def test_a_key_does_not_grant_a_shell(
-    path: str, text: str, id: str, admin: LiveAdmin, asking: Callable[[str], httpx.Client]
+def test_a_request_with_a_key_acts_for_a_caller_with_a_key(
+    admin: LiveAdmin, asking: Callable[[str], httpx.Client], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """So that its specs may name less; one with the fleet's token does not."""
+    _, key = KeyFile(Home(Path(admin.fleet.settings.home)).keys).create("ops", scopes=("admin",))
+    for_keys = FakeFleet()
+    monkeypatch.setattr(admin.fleet, "for_keys", lambda: for_keys)
+    for token in (key, TOKEN):
+        assert asking(token).post("rollout/undo", json={"to": 2}).status_code == 200
+    assert for_keys.calls == [("undo", 2, "me@there (key ops)")]
+    assert admin.fleet.calls == [("undo", 2, "me@there")]
+
+
+def answered(verb: str, home: Path, text: str, base_dir: str, *, by_key: bool = True) -> list[str]:
+    """The problems of a refusal to use a spec for a caller with a key, or the fleet's user; none: it is used."""
+
+    async def play() -> list[str]:
+        async with Played(home, FakeCluster(), ECHO) as played:
+            await played.settled()
+            operator = Operations(played.fleet.for_keys() if by_key else played.fleet)
+            more: dict[str, Any] = {"apply": {"by": "me"}, "explain": {"model": "a"}}.get(verb, {})
+            try:
+                await getattr(operator, verb)(text, "f.yaml", base_dir, **more)
+            except OperationRefused as refused:
+                assert played.controller.status().revision == 1
+                return [refused.problem.id, *(problem.id for problem in refused.problems)]
+            return []
+
+    return virtually(play)
+
+
+@pytest.mark.parametrize(("text", "id"), EVIL)
+@pytest.mark.parametrize("verb", ["apply", "propose", "explain"])
+def test_a_key_does_not_grant_a_shell(verb: str, text: str, id: str, tmp_path: Path) -> None:
     """Without a setting a key reaches the folder of the spec of `up`, whatever folder it claims; the token, whose
     holder is the fleet's user, reaches everything.
     """
-    _, key = KeyFile(Home(Path(admin.fleet.settings.home)).keys).create("ops", scopes=("admin",))
-    sent = {"text": text, "file": "f.yaml", "base_dir": "/specs", **({"model": "a"} if path == "explain" else {})}
-    answer = asking(key).post(path, json=sent)
-    assert (answer.status_code, [problem["id"] for problem in answer.json()["problems"]]) == (422, [id])
-    assert admin.fleet.calls == []
-    asking(TOKEN).post(path, json=sent)
-    assert len(admin.fleet.calls) == 1
+    text = f"hosts: {{emulate: inf2.xlarge}}\n{text}"
+    home = tmp_path / "fleet"
+    home.mkdir()
+    refused = answered(verb, home, text, str(home))
+    assert refused[0] == "spec-invalid"
+    assert id in refused
+    assert id not in answered(verb, home, text, str(home), by_key=False)
 
 
-@pytest.mark.parametrize("path", ["apply", "plan", "explain"])
+@pytest.mark.parametrize("verb", ["apply", "propose", "explain"])
 @pytest.mark.parametrize("in_base_dir", [True, False])
 @pytest.mark.parametrize("unusable", ["./a\0", *list(UNUSABLE.values())[1:]])
 def test_a_path_that_no_file_can_have_is_the_clients_mistake(
-    unusable: str, in_base_dir: bool, path: str, admin: LiveAdmin, asking: Callable[[str], httpx.Client]
+    unusable: str, in_base_dir: bool, verb: str, tmp_path: Path
 ) -> None:
-    """422, never 500, and nothing reaches the fleet."""
-    _, key = KeyFile(Home(Path(admin.fleet.settings.home)).keys).create("ops", scopes=("admin",))
-    source, base_dir = ("./m", unusable[1:]) if in_base_dir else (unusable.rstrip("\0") + "/a" * 2000, "/specs")
-    text = f"models: {{a: {{engine: cpu, source: {source}}}}}\n"
-    sent = {"text": text, "file": "f.yaml", "base_dir": base_dir, **({"model": "a"} if path == "explain" else {})}
-
-    answer = asking(key).post(path, json=sent)
-
-    assert (answer.status_code, admin.fleet.calls) == (422, [])
+    """An invalid spec, never an error of the controller; an explanation lists the problem."""
+    source, base_dir = ("./m", unusable[1:]) if in_base_dir else (unusable.rstrip("\0") + "/a" * 2000, str(tmp_path))
+    text = f"hosts: {{emulate: inf2.xlarge}}\nmodels: {{a: {{engine: cpu, source: {source}}}}}\n"
+    explained = verb == "explain" and not in_base_dir
+    assert answered(verb, tmp_path, text, base_dir)[:1] == ([] if explained else ["spec-invalid"])
 
 
-def test_a_key_may_apply_sources_beside_ups_own_spec(admin: LiveAdmin, asking: Callable[[str], httpx.Client]) -> None:
+def test_a_key_may_apply_sources_beside_ups_own_spec(tmp_path: Path) -> None:
     """The operator put the fleet's models there; another claimed folder has no effect."""
-    _, key = KeyFile(Home(Path(admin.fleet.settings.home)).keys).create("ops", scopes=("admin",))
-    text = "models: {a: {engine: cpu, source: ./m}}\n"
-    sent = {"text": text, "file": "f.yaml", "base_dir": "/specs"}
-    assert asking(key).post("apply", json=sent).status_code == 200
-    assert asking(key).post("apply", json={**sent, "base_dir": "/"}).status_code == 422
+    (tmp_path / "m").mkdir()
+    text = "hosts: {emulate: inf2.xlarge}\nmodels: {a: {engine: cpu, source: ./m}}\n"
+    assert "source-not-allowed" not in answered("apply", tmp_path, text, str(tmp_path))
+    assert answered("apply", tmp_path, text, "/") == ["spec-invalid", "source-not-allowed"]
 
 
-@pytest.mark.parametrize("to", [{"to": 2}, {"to": None}, {}])
-def test_a_key_cannot_repeat_a_revision_that_it_could_not_apply(
-    admin: LiveAdmin, asking: Callable[[str], httpx.Client], monkeypatch: pytest.MonkeyPatch, to: dict[str, Any]
-) -> None:
-    """An old revision may have sources that only the fleet's user was allowed; the one before the current too."""
-    _, key = KeyFile(Home(Path(admin.fleet.settings.home)).keys).create("ops", scopes=("admin",))
-    old = {**admin.fleet.revision(2), "text": EVIL[0][0]}
-    monkeypatch.setattr(admin.fleet, "revision", lambda number: old)
-    assert asking(key).post("rollout/undo", json=to).status_code == 422
+@pytest.mark.parametrize("to", [2, None])
+def test_a_key_cannot_repeat_a_revision_that_it_could_not_apply(to: int | None, tmp_path: Path) -> None:
+    """An old revision may have programs that only the fleet's user was allowed; the one before the current too."""
+    python = f"engines: {{echo: {{python: {sys.executable}}}}}\n"
+
+    async def play() -> list[str]:
+        async with Played(tmp_path, FakeCluster(), ECHO) as played:
+            await played.settled()
+            await played.apply(python + ECHO)
+            await played.settled()
+            await played.apply(f"{ECHO}# another text\n")
+            with pytest.raises(OperationRefused) as refused:
+                await Operations(played.fleet.for_keys()).undo(to, "me")
+            return [problem.id for problem in refused.value.problems]
+
+    assert virtually(play) == ["interpreter-not-allowed"]
 
 
 def test_the_allowed_sources_follow_from_the_setting(admin: LiveAdmin) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.api.refused import OperationRefused
+from orchestrator.api.schemas import OperationRefused
 from tests.orchestrator.fakefleet import EXPLAINED, WINDOW
 from tests.orchestrator.fakes import FakeCluster, Played, virtually
 

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.api.hosted_models import HostedModels
+from orchestrator.api.preview import read_spec
 from orchestrator.fleet.hosting import Hosting
 from orchestrator.sagemaker.model_folder import text_of
 from tests.orchestrator.fakes import FakeCluster, Played, virtually
@@ -27,7 +28,7 @@ class Endpoint:
 
     def __init__(self, home: Path, played: Played) -> None:
         self.home, self.played = home, played
-        self.hosting = HostedModels(played.controller, played.cluster)
+        self.hosting = HostedModels(played.fleet)
 
     def folder(self, name: str, **fields: Any) -> str:
         folder = self.home / "models" / name / "model"
@@ -132,7 +133,7 @@ def test_free_cores_that_are_not_contiguous_are_no_room(tmp_path: Path) -> None:
 def test_replicas_beyond_the_least_make_room(tmp_path: Path) -> None:
     async def test(endpoint: Endpoint) -> None:
         await endpoint.load("a", tp_degree=8, replicas={"min": 1, "max": 3})
-        await endpoint.hosting.scale("a", 3, by="test")
+        await endpoint.played.operator.scale("a", 3, by="test")
         await endpoint.played.settled()
         assert endpoint.states == {"a": ["ready"] * 3}
         assert (await endpoint.load("b", tp_degree=8)).status == 200
@@ -145,7 +146,7 @@ def test_cordoned_cores_are_no_room(tmp_path: Path) -> None:
     """An empty host of that type would have it."""
 
     async def test(endpoint: Endpoint) -> None:
-        await endpoint.hosting.cordon("inf2.48xlarge/0", "0-15", True, by="test")
+        await endpoint.played.operator.cordon("inf2.48xlarge/0", "0-15", True, by="test")
         assert (await endpoint.load("a", tp_degree=12)).status == 507
         assert endpoint.names == []
 
@@ -174,21 +175,20 @@ def test_a_failed_load_undoes_no_other(tmp_path: Path) -> None:
         endpoint.played.cluster.refuses_start = RuntimeError("no such driver")
         assert (await endpoint.load("bad")).status == 500
         assert (await slow).status == 200
-        assert {row["cause"] for row in endpoint.hosting.revisions()["revisions"]} == {"up", "apply"}
+        assert {row["cause"] for row in endpoint.played.operator.revisions()["revisions"]} == {"up", "apply"}
 
     on_endpoint(tmp_path, test)
 
 
 def test_loads_at_the_same_time_keep_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both have read the spec without the other's model."""
-    read = HostedModels._read
 
-    async def slow_read(operator: HostedModels, *args: Any, **kwargs: Any) -> Any:
-        result = await read(operator, *args, **kwargs)
+    async def slow_read(*args: Any, **kwargs: Any) -> Any:
+        result = await read_spec(*args, **kwargs)
         await asyncio.sleep(1)  # virtual
         return result
 
-    monkeypatch.setattr(HostedModels, "_read", slow_read)
+    monkeypatch.setattr("orchestrator.api.hosted_models.read_spec", slow_read)
 
     async def test(endpoint: Endpoint) -> None:
         loads = await asyncio.gather(*[endpoint.load(name) for name in "abc"])
@@ -220,7 +220,7 @@ def test_a_refused_load_leaves_no_folder_to_a_later_model_of_its_name(tmp_path: 
         await endpoint.load("wide", tp_degree=24)
         assert (await endpoint.load("a", tp_degree=8)).status == 507
         text = text_of({**yaml.safe_load(EMPTY), "models": {"a": {"engine": "echo", "managed_by": "sagemaker"}}})
-        await endpoint.hosting.apply(text, "spec.yaml", "/", by="test")
+        await endpoint.played.operator.apply(text, "spec.yaml", "/", by="test")
         assert endpoint.hosting.hosted() == [("a", "echo")]
 
     on_endpoint(tmp_path, test)

@@ -27,7 +27,7 @@ import pytest
 import yaml
 from typer.main import get_group
 
-from orchestrator.api.refused import OperationRefused
+from orchestrator.api.schemas import OperationRefused
 from orchestrator.cli import client as cli_client
 from orchestrator.cli.app import COMMANDS, app
 from orchestrator.cli.main import application, run

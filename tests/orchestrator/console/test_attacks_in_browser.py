@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, expect
 
-from orchestrator.console.playground import Entrance
+from orchestrator.console.page import Entrance
 from tests.orchestrator.console.conftest import CHROMIUM, FLAGS, Visit
 from tests.orchestrator.fakefleet import TOKEN, LiveAdmin, event, live_request
 

@@ -6,12 +6,12 @@ import copy
 import re
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from playwright.sync_api import Route, expect
 
-from orchestrator.api.refused import OperationRefused
+from orchestrator.api.schemas import OperationRefused
+from orchestrator.console.fleet_feed import LiveView
 from tests.fleet import until
 from tests.orchestrator.console.conftest import Visit
 from tests.orchestrator.fakefleet import PLAN, SPEC, LiveAdmin, bad_spec, event
@@ -239,9 +239,9 @@ def test_requests_are_only_read_while_their_view_is_open(admin: LiveAdmin, visit
     watched: list[bool] = []
     live = admin.fleet.live
 
-    def noted(*, with_requests: bool) -> dict[str, Any]:
+    def noted(with_requests: bool) -> LiveView:
         watched.append(with_requests)
-        return live(with_requests=with_requests)
+        return live(with_requests)
 
     admin.fleet.live = noted  # type: ignore[method-assign]
     page = visit()

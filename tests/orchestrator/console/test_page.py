@@ -15,11 +15,12 @@ import httpx
 import pytest
 
 import orchestrator.console.page as module
+from orchestrator.api.routes import ROUTES
 from orchestrator.console import fleet_feed
 from orchestrator.console.fleet_feed import FleetFeed
 from orchestrator.gateway.http.exchange import Request
 from tests.fleet import until_async
-from tests.orchestrator.fakefleet import TOKEN, FakeFleet, LiveAdmin, event
+from tests.orchestrator.fakefleet import TOKEN, FakeFleet, LiveAdmin, console_of, event
 
 STATIC = Path(module.__file__).parent / "static"
 KEY = {"authorization": f"Bearer {TOKEN}"}
@@ -67,6 +68,17 @@ def test_no_file_names_another_origin_or_has_inline_code() -> None:
     for path in STATIC.glob("*.*"):
         if path.suffix != ".svg":
             assert re.findall(r"(?:https?:)?//[\w-]+\.\w", path.read_text()) == [], path.name
+
+
+def test_the_page_calls_operations_by_their_names_in_the_table_of_routes(http: httpx.Client) -> None:
+    """It gets their methods and paths with its facts; no script has a path of its own."""
+    scripts = "".join(path.read_text() for path in STATIC.glob("*.js"))
+    called = set(re.findall(r"""\b(?:call|changeOrPreview)\("(\w+)\"""", scripts))
+    called |= set(re.findall(r'^  (\w+): \{ title: "\w+"', scripts, re.MULTILINE))
+    calls = http.get("/console/facts.json").json()["calls"]
+    assert calls == {route.name: {"method": route.method, "path": route.path} for route in ROUTES}
+    assert {"propose", "revision", "drain", "undo", "load_history"} < called <= calls.keys()
+    assert scripts.count("admin/v1") == 1
 
 
 def test_no_script_of_ours_parses_html() -> None:
@@ -160,7 +172,7 @@ class Written:
 async def test_a_page_after_others_gets_everything() -> None:
     """Also the first one after a while without any page, when the reading begins anew. No piece is empty, which would
     end the answer."""
-    feed = FleetFeed(FakeFleet())
+    feed = FleetFeed(console_of(FakeFleet()))
     for _ in range(2):
         page = Written()
         stream = asyncio.ensure_future(feed.stream(page, lambda: True))  # type: ignore[arg-type]
@@ -174,7 +186,7 @@ async def test_a_page_after_others_gets_everything() -> None:
 async def test_a_stream_without_a_key_or_a_page_ends(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the next piece, which is at most a ping later; also if the cancellation by a page that has gone is lost."""
     monkeypatch.setattr(fleet_feed, "PING_S", 0.05)
-    feed, page, keys = FleetFeed(FakeFleet()), Written(), ["the key"]
+    feed, page, keys = FleetFeed(console_of(FakeFleet())), Written(), ["the key"]
     stream = asyncio.ensure_future(feed.stream(page, lambda: bool(keys)))  # type: ignore[arg-type]
     await until_async(partial(page.has, b"event: state"), DEADLINE_S, "the page has the state")
     assert not page.ended

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from playwright.sync_api import expect
 
-from orchestrator.console.playground import PLAYGROUND_PATH, Entrance
+from orchestrator.console.page import PLAYGROUND_PATH, Entrance
 from tests.fleet import until
 from tests.orchestrator.console.conftest import Visit
 from tests.orchestrator.fakefleet import TOKEN, LiveAdmin

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.api.refused import OperationRefused
+from orchestrator.api.schemas import OperationRefused
 from orchestrator.fleet.effects import HostReport
 from orchestrator.fleet.leaving_host import STOP_S
 from orchestrator.records.journal_records import Departure

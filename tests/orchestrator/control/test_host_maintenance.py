@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.api.refused import OperationRefused
+from orchestrator.api.schemas import OperationRefused
 from orchestrator.fleet.fleet_status import HostInFleet
 from tests.orchestrator.fakes import FakeCluster, Played
 from tests.orchestrator.fakes import play as play_on

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.api.refused import OperationRefused
+from orchestrator.api.schemas import OperationRefused
 from orchestrator.fleet.replica_states import State
 from orchestrator.records.journal import Journal, JournalUnwritable
 from tests.orchestrator.fakes import FakeCluster, Played, virtually

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.api.refused import OperationRefused
+from orchestrator.api.schemas import OperationRefused
 from orchestrator.records.journal import Journal
 from orchestrator.state.record_writer import RecordWriter
 from tests.orchestrator.control.test_journal_damage import LONG_S, ONE, TWO, idle, passes

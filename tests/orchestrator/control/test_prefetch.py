@@ -673,7 +673,7 @@ def test_an_update_that_cannot_be_loaded_is_rolled_back_without_an_interruption(
     async def story(played: Played) -> None:
         await played.settled()
         text = spec(folder, degree=24, batch=3, strategy=strategy)
-        _, generation = await played.operator._read(text, "spec.yaml", folder, by="x", cause="apply")
+        _, generation = await played.operator.read(text, "spec.yaml", folder, by="x", cause="apply")
         cluster.unloadable[generation.versions["m"]] = UNLOADABLE
         await played.apply(text)
         await played.until(lambda: played.model("m")["preparing"], "it is prepared", 60.0)

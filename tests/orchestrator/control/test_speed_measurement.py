@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+from orchestrator.api import queries
 from orchestrator.control.speed_measurement import WRITE_S
 from orchestrator.scaling.demand_report import DemandReport, DemandWindow
 from placements.resources.measured_times import PACE, Times, note
@@ -83,6 +84,6 @@ def test_a_damaged_file_of_speeds_does_not_hold_the_fleet(tmp_path: Path) -> Non
     async def story() -> None:
         async with Played(tmp_path, FakeCluster(), SPEC) as fleet:
             await fleet.settled()
-            assert fleet.operator.speeds() == {"speeds": []}
+            assert queries.speeds(fleet.fleet).speeds == []
 
     virtually(story)

@@ -71,7 +71,7 @@ def test_a_replica_serves_while_the_model_that_takes_its_cores_cannot_be_loaded(
     async def story(played: Played, cluster: FakeCluster) -> None:
         cluster.fetch_s = 0.0
         text = HIGH.replace("s3://models/high", source.replace("FOLDER", str(stub_checkpoint(tmp_path))))
-        _, generation = await played.operator._read(text, "spec.yaml", str(tmp_path), by="x", cause="apply")
+        _, generation = await played.operator.read(text, "spec.yaml", str(tmp_path), by="x", cause="apply")
         cluster.unloadable[generation.versions["high"]] = Failure("bad-tokenizer", "it is cut off")
         await played.apply(text)
         await played.until(lambda: any(row["failures"] > 1 for row in played.model("high")["preparing"]), "twice", 60.0)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.api.refused import OperationRefused
+from orchestrator.api.schemas import OperationRefused
 from orchestrator.fleet.replica_states import ModelState, State
 from orchestrator.fleet.snapshot import ReplicaView
 from orchestrator.records.journal import Journal, JournalUnwritable
@@ -302,7 +302,7 @@ def test_a_broken_version_is_rolled_back_while_the_old_one_serves(tmp_path: Path
     async def story(played: Played) -> None:
         good = played.replica("a/0")
         broken = Failure("weights-broken", "model.safetensors is truncated")
-        result = await played.operator._read(spec(a_batch=8), "spec.yaml", str(tmp_path), by="x", cause="apply")
+        result = await played.operator.read(spec(a_batch=8), "spec.yaml", str(tmp_path), by="x", cause="apply")
         played.cluster.broken[result[1].versions["a"]] = broken
         await played.apply(spec(a_batch=8))
         counts = await watched(played, "a", lambda: played.controller.status().revision == 3 and played.is_settled())
@@ -326,7 +326,7 @@ def test_without_rollback_a_failed_update_stops(tmp_path: Path) -> None:
     off = ", update: {rollback: false}"
 
     async def story(played: Played) -> None:
-        _, generation = await played.operator._read(spec(a_batch=8, a=off), "s", str(tmp_path), by="", cause="apply")
+        _, generation = await played.operator.read(spec(a_batch=8, a=off), "s", str(tmp_path), by="", cause="apply")
         played.cluster.broken[generation.versions["a"]] = Failure("x", "broken")
         await played.apply(spec(a_batch=8, a=off))
         await played.until(lambda: played.operator.rollout().state == "failed", "failed", 600)
@@ -550,7 +550,7 @@ def test_a_log_is_by_default_that_of_the_first_running_replica(tmp_path: Path) -
 
 async def version_of(played: Played, text: str, model: str) -> str:
     """The version that replicas of the model would have under a text."""
-    _, generation = await played.operator._read(text, "spec.yaml", str(played.home), by="x", cause="apply")
+    _, generation = await played.operator.read(text, "spec.yaml", str(played.home), by="x", cause="apply")
     return generation.versions[model]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.api.refused import OperationRefused
+from orchestrator.api.schemas import OperationRefused
 from orchestrator.gateway.telemetry.exposition import page
 from orchestrator.scaling.autoscaler import FleetNow, History, Targets
 from orchestrator.scaling.demand_report import DemandReport, DemandWindow

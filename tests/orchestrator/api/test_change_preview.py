@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.api.action_preview import Manual
-from orchestrator.api.refused import OperationRefused
+from orchestrator.api import queries
+from orchestrator.api.schemas import OperationRefused
 from orchestrator.scaling.demand_report import DemandReport, LiveRequest
 from tests.orchestrator.fakes import FakeCluster, Played, virtually
 
@@ -96,7 +96,7 @@ def test_a_drain_without_room_is_refused_in_the_preview(tmp_path: Path) -> None:
     ("action", "target", "problem"),
     [("restart", "chat", "rollout-paused"), ("drain", "chat/0", "rollout-paused"), ("drain", "none", "target-unknown")],
 )
-def test_a_preview_is_refused_as_the_change_is(action: Manual, target: str, problem: str, tmp_path: Path) -> None:
+def test_a_preview_is_refused_as_the_change_is(action: str, target: str, problem: str, tmp_path: Path) -> None:
     """In a paused rollout nothing is replaced; an unknown target gets the names of hosts and replicas."""
 
     async def story() -> None:
@@ -149,7 +149,7 @@ def test_only_a_request_that_a_gateway_reports_can_be_cancelled(tmp_path: Path) 
     async def story() -> None:
         async with Played(tmp_path, FakeCluster(), SPEC) as fleet:
             await fleet.settled()
-            assert fleet.operator.requests() == {"requests": []}
+            assert queries.requests(fleet.fleet).requests == []
             live = LiveRequest(request="r-1", model="chat")
             reply = await fleet.controller.demand(DemandReport(gateway="g", number=1, seconds=1.0, requests=[live]))
             assert (reply.watched, reply.cancelled) == (True, [])
@@ -168,9 +168,9 @@ def test_a_page_gets_links_to_every_living_replica_in_ray(tmp_path: Path) -> Non
     async def story() -> None:
         async with Played(tmp_path, FakeCluster(), SPEC) as fleet:
             await fleet.settled()
-            links = fleet.operator.live(with_requests=False)["links"]
-            assert links["dashboard"] is None
-            assert links["replicas"].keys() == held(fleet).keys()
-            assert links["replicas"]["chat/0"]["log"] == "replica-chat-0.log"
+            links = queries.live(fleet.fleet, with_requests=False).links
+            assert links.dashboard is None
+            assert links.replicas.keys() == held(fleet).keys()
+            assert links.replicas["chat/0"].log == "replica-chat-0.log"
 
     virtually(story)

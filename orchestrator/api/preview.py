@@ -1,0 +1,358 @@
+"""The previews of an apply, of a defragmentation and of changes by hand, and explanations: nothing is changed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import msgspec
+
+from orchestrator.access.source_policy import BARRED
+from orchestrator.api.operation import (
+    OperatedFleet,
+    is_host,
+    missing_object,
+    model_of,
+    refuse_frozen,
+    refuse_on_hold,
+    refuse_over_max,
+    view_of,
+)
+from orchestrator.api.schemas import (
+    ActionToPreview,
+    ApplyPreview,
+    ChangePreview,
+    CountChange,
+    DefragPreview,
+    ModelExplanation,
+    OperationRefused,
+    PlannedModel,
+    PlannedUpdate,
+    ReplicaChange,
+    SpecText,
+    SpecToExplain,
+    SpecToPlan,
+)
+from orchestrator.fleet.replica_states import LEAVING
+from orchestrator.records.journal_records import Revision
+from orchestrator.revisions.resolved_revision import ResolvedRevision, resolve_revision
+from orchestrator.revisions.spec_file import SpecFile, examine, start_problems
+from orchestrator.rollout.changes import Action, ModelChange, Tag, difference, replica_changes
+from orchestrator.rollout.defragmentation import defragmentation
+from orchestrator.rollout.host_demand import HostDemand
+from orchestrator.rollout.host_drain import refusal, without_host
+from orchestrator.rollout.relocation import load_times, traffic
+from orchestrator.rollout.rollout_step import Goal, Situation, compute_goal
+from orchestrator.rollout.update_strategy import UpdateStrategy, choose_strategy
+from placements.explain.explain import explain as explain_placement
+from placements.explain.question import Question
+from placements.facts.plural import counted
+from placements.facts.topology import Host
+from placements.planner.host_choice import HostChoice
+from placements.planner.host_groups import HostGroup
+from placements.planner.ledger import ledger
+from placements.planner.plan import Running, plan
+from placements.resources.calibration import speed_rows
+from placements.spec.problems import Problem, has_errors
+
+Cause = Literal["up", "apply", "undo", "watch"]
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """The effects of installing a revision."""
+
+    index: int  # of the journal, before them
+    situation: Situation  # with the chosen strategies
+    choices: Mapping[str, UpdateStrategy]  # of models with old replicas
+    first: Goal  # before the choices
+    next: Goal
+    settled: Goal  # after the rollout: only new versions, and whatever fits stays where it is
+    choice: HostChoice  # the hosts whose machines are requested for it
+    hosts: tuple[Host, ...]  # present, coming or to add
+
+
+# Reading a spec
+
+
+async def read_spec(
+    fleet: OperatedFleet,
+    spec: SpecText,
+    *,
+    by: str,
+    cause: Cause,
+    canary: float | None = None,
+    of: int | None = None,
+) -> tuple[SpecFile, ResolvedRevision]:
+    """Reads a spec for a new revision. Raises OperationRefused for one that can never be applied to this fleet."""
+    state = fleet.state
+    spec_file = await state.in_thread(examine, spec.text, spec.file, spec.base_dir, state.machine, fleet.allowed)
+    if spec_file.spec is not None and not has_errors(spec_file.problems):
+        _refuse_other_hosts(fleet, spec_file)  # before problems with starting them on this machine
+    problems = (*spec_file.problems, *start_problems(spec_file), *_other_name(fleet, spec_file))
+    if spec_file.spec is None or has_errors(problems):
+        count = sum(problem.severity == "error" for problem in problems)
+        raise _spec_refused(fleet, f"{spec.file} has {counted(count, 'error')}: nothing was applied", problems)
+    empty_fleet = await state.in_thread(plan, spec_file.spec, spec_file.hosts, spec_file.checkpoints)
+    missing = [problem for group in empty_fleet.unplaced if group.required for problem in group.problems]
+    if missing:
+        what = f"{spec.file} does not fit even on an empty fleet"
+        hint = "reduce the replicas or the tp_degree, or add hosts"
+        raise OperationRefused("never-fits", what, hint, status=422, problems=missing)
+    revision = Revision(
+        number=state.next_number,
+        fleet=fleet.settings.fleet,
+        cause=cause,
+        by=by,
+        text=spec.text,
+        file=spec.file,
+        base_dir=spec.base_dir,
+        of=of,
+        plan={},
+        canary=canary,
+    )
+    resolved = await state.in_thread(resolve_revision, revision, state.machine)
+    return dataclasses.replace(spec_file, problems=problems), resolved
+
+
+def _spec_refused(fleet: OperatedFleet, what: str, problems: Sequence[Problem]) -> OperationRefused:
+    hint = "corewright validate SPEC shows the problems"
+    if fleet.by_key and any(problem.id in BARRED for problem in problems):
+        hint = "an API key may not use these sources or programs: apply it on the fleet's host, with its token"
+    return OperationRefused("spec-invalid", what, hint, status=422, problems=problems)
+
+
+def _other_name(fleet: OperatedFleet, spec_file: SpecFile) -> Iterator[Problem]:
+    """Yields a warning for the spec of another fleet, or one that renames this fleet."""
+    spec, own = spec_file.spec, fleet.state.current.spec.name
+    if spec is not None and spec.name != own:
+        what = f"the spec is of the fleet {spec.name}, and this fleet is {own}"
+        hint = f"apply it to the other fleet, or set name: {own}"
+        yield Problem("fleet-name-differs", "warning", spec.where("name"), what, hint)
+
+
+def _refuse_other_hosts(fleet: OperatedFleet, spec_file: SpecFile) -> None:
+    if _machines(spec_file.hosts) != _machines(fleet.state.hosts):
+        what = f"the hosts of {spec_file.name} are not the hosts of this fleet"
+        hint = "restart the fleet with corewright down and up, which starts its nodes"
+        raise OperationRefused("hosts-changed", what, hint)
+
+
+def _machines(hosts: Sequence[Host]) -> list[tuple[str, int, bool]]:
+    return [(host.name, host.cores, host.emulated) for host in hosts]
+
+
+# An apply
+
+
+async def propose(fleet: OperatedFleet, request: SpecToPlan) -> ApplyPreview | DefragPreview:
+    """Previews an apply; with ``defrag``, the moves that free that many contiguous cores."""
+    spec_file, generation = await read_spec(fleet, request, by="", cause="apply")
+    if request.defrag is not None:
+        return await _defragmentation(fleet, spec_file, request.defrag)
+    return await apply_preview(fleet, spec_file, generation, await outlook_of(fleet, generation))
+
+
+async def outlook_of(fleet: OperatedFleet, generation: ResolvedRevision) -> Outlook:
+    """Returns the effects of installing the generation now."""
+    state = fleet.state
+    index, situation = state.records.state.index, state.situation(generation)
+    uses = state.kept, state.uses.avoided()
+    outlook: Outlook = await state.in_thread(_outlook, index, situation, generation.groups, *uses)
+    return outlook
+
+
+def _outlook(
+    index: int, situation: Situation, groups: tuple[HostGroup, ...], used: frozenset[str], avoided: frozenset[str]
+) -> Outlook:
+    first = compute_goal(situation)
+    choices = {name: choose_strategy(situation, name) for name, step in first.steps.items() if step.old}
+    for name, chosen in choices.items():
+        desired = situation.desired_models[name]
+        situation = situation.with_desired(dataclasses.replace(desired, strategy=chosen.strategy))
+    views = tuple(
+        dataclasses.replace(view, version=situation.desired_models[view.model].version)
+        for view in situation.views
+        if view.model in situation.desired_models and view.state not in LEAVING
+    )
+    desired_models = {
+        name: dataclasses.replace(desired, canary=False) for name, desired in situation.desired_models.items()
+    }
+    settled = dataclasses.replace(situation, views=views, desired_models=desired_models, replaced=frozenset())
+    demand = HostDemand(settled, groups, used, avoided)
+    choice = demand.choose()
+    hosts = demand.with_hosts(choice.hosts).hosts
+    final = compute_goal(dataclasses.replace(settled, hosts=hosts))
+    return Outlook(index, situation, choices, first, compute_goal(situation), final, choice, hosts)
+
+
+async def apply_preview(
+    fleet: OperatedFleet, spec_file: SpecFile, generation: ResolvedRevision, outlook: Outlook
+) -> ApplyPreview:
+    """Returns the effects of installing the generation now, as the admin API does."""
+    state, settled = fleet.state, outlook.settled
+    accounts = await state.in_thread(
+        ledger,
+        spec_file.spec,
+        outlook.hosts,
+        settled.plan,
+        spec_file.checkpoints,
+        spec_file.drafts,
+        state.quarantined(),
+        state.cordoned(),
+    )
+    measured = fleet.controller.speeds.measured()
+    changes = difference(state.current.spec, generation.spec, generation.engines)
+    parts = {
+        "index": outlook.index,
+        "revision": state.current.number,
+        **settled.plan.as_dict(),
+        "problems": (*spec_file.problems, *settled.plan.problems),
+        "changes": replica_changes(outlook.next, list(state.views.values()), settled),
+        "models": [_planned_model(fleet, change, outlook) for change in changes],
+        "hosts_to_add": [host.as_dict() for host in outlook.choice.added() if host.host not in state.kept],
+        "speeds": speed_rows(generation.spec, generation.hosts, spec_file.checkpoints, measured),
+        **accounts.as_dict(),
+    }
+    return msgspec.convert(parts, ApplyPreview)
+
+
+def _planned_model(fleet: OperatedFleet, change: ModelChange, outlook: Outlook) -> PlannedModel:
+    choice = outlook.choices.get(change.model)
+    desired = outlook.situation.desired_models.get(change.model)
+    tag = max(change.tag, Tag.RESTART, key=list(Tag).index) if choice is not None else change.tag
+    before, after = len(fleet.state.replicas_of(change.model)), 0 if desired is None else desired.count
+    action = change.action
+    if action in (Action.NONE, Action.UPDATE):
+        action = Action.REPLACE if choice is not None else Action.UPDATE if before != after else action
+    return PlannedModel(
+        model=change.model,
+        action=action.value,
+        tag=tag.value,
+        fields=list(change.fields),
+        replicas=CountChange(before=before, after=after),
+        strategy=None if choice is None else choice.strategy,
+        outage_s=None if choice is None else choice.outage_s,
+        predicted_s=None if choice is None else choice.predicted_s,
+        why="" if choice is None else choice.why,
+        possible=choice is None or choice.possible,
+    )
+
+
+async def _defragmentation(fleet: OperatedFleet, spec_file: SpecFile, cores: int) -> DefragPreview:
+    state = fleet.state
+    situation = state.situation()
+    moves = await state.in_thread(
+        partial(defragmentation, quarantined=state.quarantined(), cordoned=state.cordoned()),
+        spec_file.spec,
+        state.living_hosts,
+        spec_file.checkpoints,
+        _running(fleet),
+        cores,
+        load_s=load_times(situation),
+        traffic=traffic(situation),
+    )
+    at = {"index": state.records.state.index, "revision": state.current.number}
+    return msgspec.convert({**at, **moves}, DefragPreview)
+
+
+# The placement of a model
+
+
+async def explain(fleet: OperatedFleet, request: SpecToExplain) -> ModelExplanation:
+    """Explains the placement of a model of that spec: why it is there or unplaced, and the remedies."""
+    state = fleet.state
+    spec_file = await state.in_thread(
+        partial(examine, folders="ignore"), request.text, request.file, request.base_dir, state.machine, fleet.allowed
+    )
+    barred = [problem for problem in spec_file.problems if problem.id in BARRED]
+    if spec_file.spec is None or barred:
+        what = "names sources or programs that are not allowed" if barred else "is not a spec"
+        raise _spec_refused(fleet, f"{request.file} {what}", spec_file.problems)
+    _refuse_other_hosts(fleet, spec_file)
+    spec = spec_file.spec.model(request.model)
+    if spec is None:
+        raise missing_object("model-unknown", request.model, [candidate.name for candidate in spec_file.spec.models])
+    question = Question(
+        spec,
+        spec_file.spec,
+        state.living_hosts,
+        spec_file.checkpoints,
+        spec_file.drafts,
+        _running(fleet),
+        {candidate.name: state.counts.desired(candidate) for candidate in spec_file.spec.models},
+        state.blocked(),
+        state.cordoned(),
+    )
+    explanation = await state.in_thread(explain_placement, question, spec_file.problems)
+    at = {"index": state.records.state.index, "revision": state.current.number}
+    return msgspec.convert({**at, **explanation.as_dict()}, ModelExplanation)
+
+
+def _running(fleet: OperatedFleet) -> tuple[Running, ...]:
+    """Returns the replicas that hold cores, without those that are stopping."""
+    return tuple(
+        Running(view.model, view.replica, view.host, view.cores)
+        for view in fleet.state.views.values()
+        if view.state not in LEAVING and view.host not in fleet.state.lost
+    )
+
+
+# A change by hand
+
+
+async def preview(fleet: OperatedFleet, request: ActionToPreview) -> ChangePreview:
+    """Returns what scaling, loading, unloading, restarting or draining would do now."""
+    action, target = request.action, request.target
+    if action in ("restart", "drain"):
+        refuse_frozen(fleet, action)
+    else:
+        refuse_on_hold(fleet)
+    state = fleet.state
+    index, before = state.records.state.index, state.situation()
+    cause = None
+    if action == "drain" and is_host(fleet, target):
+        after = without_host(before, target)
+        cause = await state.in_thread(refusal, before, target, partly=False)
+    elif action in ("restart", "drain"):
+        views = state.replicas_of(model_of(fleet, target).name) if action == "restart" else [view_of(fleet, target)]
+        after = dataclasses.replace(before, replaced=before.replaced | {(view.id, view.epoch) for view in views})
+    else:
+        desired = before.desired_models[model_of(fleet, target).name]
+        after = before.with_desired(dataclasses.replace(desired, count=_count_after(fleet, request)))
+    settled, strategies = await state.in_thread(_effects, before, after)
+    replaced = sorted(id for id, _ in after.replaced - before.replaced)
+    changes = [{"replica": id, "change": "restart"} for id in replaced]
+    planned = settled.plan.as_dict()
+    return ChangePreview(
+        index=index,
+        revision=state.current.number,
+        changes=msgspec.convert(changes or replica_changes(Goal(), before.views, settled), list[ReplicaChange]),
+        placements=planned["placements"],
+        unplaced=planned["unplaced"],
+        strategies=strategies,
+        refusal=cause,
+    )
+
+
+def _count_after(fleet: OperatedFleet, request: ActionToPreview) -> int:
+    """Returns the number of replicas that the operation of that name would request. Raises OperationRefused."""
+    model, counts = model_of(fleet, request.target), fleet.state.counts
+    if request.action == "unload":
+        return 0
+    if request.action == "load":
+        return counts.desired(model) or max(model.replicas.min, 1)
+    refuse_over_max(model, request.count)
+    return counts.target(model) if request.count is None else request.count
+
+
+def _effects(before: Situation, after: Situation) -> tuple[Goal, list[PlannedUpdate]]:
+    """Returns the goal at the end of the change, and how replicas that serve now are replaced."""
+    strategies = []
+    for name in sorted({id.partition("/")[0] for id, _ in after.replaced - before.replaced}):
+        choice = choose_strategy(after, name)
+        strategies.append(PlannedUpdate(model=name, strategy=choice.strategy, outage_s=choice.outage_s, why=choice.why))
+    return compute_goal(dataclasses.replace(after, replaced=before.replaced)), strategies
