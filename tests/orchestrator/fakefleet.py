@@ -20,7 +20,7 @@ from orchestrator.api.routes import ROUTES, AdminRoute, documented
 from orchestrator.api.schemas import Fields, OperationRefused, RequestRow
 from orchestrator.api.server import AdminApi, serve_admin
 from orchestrator.cluster.settings import resolve
-from orchestrator.console.fleet_feed import ConsoleSource, LiveView
+from orchestrator.console.fleet_feed import ConsoleSource, LiveView, RayLinks
 from orchestrator.console.page import Entrance
 from orchestrator.fleet.controller_settings import ControllerSettings
 from orchestrator.fleet.fleet_status import EventPage, FleetStatus
@@ -514,7 +514,7 @@ class FakeFleet:
 
     def live(self, with_requests: bool) -> LiveView:
         shown = msgspec.convert(self.told_requests, list[RequestRow]) if with_requests else None
-        return msgspec.convert({**self.told_live, "requests": shown}, LiveView, from_attributes=True)
+        return LiveView(self.told_live["load"], msgspec.convert(self.told_live["links"], RayLinks), shown)
 
     def load_history(self) -> dict[str, Any]:
         return self.told_history
@@ -681,7 +681,7 @@ def console_of(fleet: FakeFleet) -> ConsoleSource:
     async def events(after: int, limit: int, wait_s: float) -> EventPage:
         return msgspec.convert(await fleet.events(after, limit, wait_s, None), EventPage)
 
-    return ConsoleSource(fleet.status, fleet.live, events, fleet.entrance)
+    return ConsoleSource(fleet.status, lambda with_requests: fleet.live(with_requests), events, fleet.entrance)
 
 
 class LiveAdmin:
