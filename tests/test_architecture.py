@@ -204,6 +204,7 @@ LAYERS: dict[str, set[str]] = {
         "orchestrator.bench",
         "orchestrator.compiling",
         "orchestrator.cluster",
+        "orchestrator.console",
         "orchestrator.fleet",
         "orchestrator.process",
         "orchestrator.revisions",

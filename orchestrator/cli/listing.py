@@ -5,10 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
+from functools import reduce
+from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from orchestrator.console import columns as described
+from orchestrator.console.columns import CellFormat, ColumnText
 from orchestrator.fleet.fleet_status import (
     EventRow,
     FleetStatus,
@@ -90,84 +95,37 @@ def _cause(revision: RevisionRow) -> str:
     return revision.cause if revision.of is None else f"{back.get(revision.cause, revision.cause)} {revision.of}"
 
 
-def _leases(host: HostInFleet) -> str | None:
-    return ", ".join(f"{lease.replica} on {lease.cores}" for lease in host.leases) or None
+_FORMATS: Mapping[CellFormat, Callable[[Any], object]] = {
+    "text": lambda value: value.value if isinstance(value, Enum) else value,
+    "clock": clock,
+    "cores": cores_text,
+    "yes_no": lambda value: "yes" if value else "no",
+    "ready": lambda model: f"{model.ready}/{model.wanted}",
+    "host_state": lambda host: host.state,
+    "leases": lambda leases: ", ".join(f"{lease.replica} on {lease.cores}" for lease in leases) or None,
+    "cause": _cause,
+}
 
 
-MODELS: Table[ModelInFleet] = Table(
-    lambda model: model.name,
-    (
-        Column("MODEL", lambda model: model.name),
-        Column("STATE", lambda model: model.state.value),
-        Column("READY", lambda model: f"{model.ready}/{model.wanted}"),
-        Column("VERSION", lambda model: model.version),
-        Column("REASON", lambda model: model.reason),
-        Column("KIND", lambda model: model.kind, wide=True),
-        Column("ARRIVALS/S", arrivals_per_s, wide=True),
-        Column("WAITING", waiting, wide=True),
-        Column("LIVE", live, wide=True),
-        Column("WHY", lambda model: model.scaling.why, wide=True),
-    ),
-)
-REPLICAS: Table[ReplicaInFleet] = Table(
-    lambda replica: replica.id,
-    (
-        Column("REPLICA", lambda replica: replica.id),
-        Column("STATE", lambda replica: replica.state.value),
-        Column("CORES", lambda replica: replica.cores),
-        Column("HOST", lambda replica: replica.host),
-        Column("PID", lambda replica: replica.pid),
-        Column("RESTARTS", lambda replica: replica.restarts),
-        Column("VERSION", lambda replica: replica.version),
-        Column("LIVE", lambda replica: replica.live),
-        Column("WAITING", lambda replica: replica.waiting),
-        Column("ENGINE", lambda replica: replica.engine, wide=True),
-        Column("EPOCH", lambda replica: replica.epoch, wide=True),
-        Column("LOAD_S", lambda replica: replica.load_s, wide=True),
-        Column("COMPILE_S", lambda replica: replica.compile_s, wide=True),
-        Column("LOG", lambda replica: replica.log_file, wide=True),
-        Column("REASON", lambda replica: replica.reason, wide=True),
-    ),
-)
-HOSTS: Table[HostInFleet] = Table(
-    lambda host: host.name,
-    (
-        Column("HOST", lambda host: host.name),
-        Column("STATE", lambda host: host.state),
-        Column("CORES", lambda host: host.cores),
-        Column("LEASED", lambda host: host.leased),
-        Column("FREE", lambda host: host.free),
-        Column("CORDONED", lambda host: host.free_cordoned),
-        Column("QUARANTINED", lambda host: host.quarantined),
-        Column("RESERVED", lambda host: host.reserved),
-        Column("CORDON", lambda host: cores_text(host.cordoned)),
-        Column("INSTANCE", lambda host: host.instance, wide=True),
-        Column("EMULATED", lambda host: "yes" if host.emulated else "no", wide=True),
-        Column("REPLICAS", _leases, wide=True),
-    ),
-)
-REVISIONS: Table[RevisionRow] = Table(
-    lambda revision: revision.revision,
-    (
-        Column("REVISION", lambda revision: revision.revision),
-        Column("AT", lambda revision: clock(revision.at)),
-        Column("BY", lambda revision: revision.by),
-        Column("CAUSE", _cause),
-        Column("STATE", lambda revision: revision.state),
-        Column("CHANGES", lambda revision: revision.changes),
-    ),
-)
-EVENTS: Table[EventRow] = Table(
-    lambda event: event.seq,
-    (
-        Column("SEQ", lambda event: event.seq),
-        Column("AT", lambda event: clock(event.at)),
-        Column("LEVEL", lambda event: event.level),
-        Column("REASON", lambda event: event.reason),
-        Column("ABOUT", lambda event: event.replica or event.model or event.host),
-        Column("MESSAGE", lambda event: event.message),
-    ),
-)
+def _column(text: ColumnText) -> Column[Any]:
+    paths = [path.split(".") if path else [] for path in text.field.split("|")]
+
+    def value(item: Any) -> object:
+        values = (reduce(lambda part, name: getattr(part, name, None), path, item) for path in paths)
+        return _FORMATS[text.format](next((each for each in values if each is not None), None))
+
+    return Column(text.title.upper(), value, text.wide)
+
+
+def _table(key: str, texts: Iterable[ColumnText]) -> Table[Any]:
+    return Table(attrgetter(key), tuple(map(_column, texts)))
+
+
+MODELS: Table[ModelInFleet] = _table("name", described.MODELS)
+REPLICAS: Table[ReplicaInFleet] = _table("id", described.REPLICAS)
+HOSTS: Table[HostInFleet] = _table("name", described.HOSTS)
+REVISIONS: Table[RevisionRow] = _table("revision", described.REVISIONS)
+EVENTS: Table[EventRow] = _table("seq", described.EVENTS)
 TABLES: Mapping[str, Table[Any]] = {
     "models": MODELS,
     "replicas": REPLICAS,

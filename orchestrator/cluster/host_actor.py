@@ -16,7 +16,7 @@ import msgspec.structs
 import ray
 
 from orchestrator.cluster.ray_workers import SpareWorkers, end_idle_workers
-from orchestrator.fleet.effects import LogPart
+from orchestrator.fleet.effects import LogText
 from orchestrator.fleet.host_greeting import HostGreeting, own_greeting
 from orchestrator.process.home import Home
 from workers.artifacts.fetch.artifact_fetcher import ArtifactFetcher, FetchedArtifact, WantedArtifact
@@ -162,13 +162,13 @@ class HostActor:
         """Returns how the process ended; see `Endings.of`."""
         return self._endings.of(pid, started, Path(log))
 
-    def read_log(self, path: str, lines: int, offset: int | None, ended: bool) -> LogPart:
+    def read_log(self, path: str, lines: int, offset: int | None, ended: bool) -> LogText:
         """See `ClusterClient.read_log`."""
         log_file = Path(path)
         if ended:
             text = "\n".join(this_host.log_tail(log_file, lines))
-            return LogPart(text, 0, fault_of(None, this_host.last_words(log_file)))
-        return LogPart(*this_host.log_part(log_file, offset, MAX_LOG_PART_BYTES, lines))
+            return LogText(text, 0, fault_of(None, this_host.last_words(log_file)))
+        return LogText(*this_host.log_part(log_file, offset, MAX_LOG_PART_BYTES, lines))
 
     def warm_command(self, engine: str, python: str | None, variables: dict[str, str]) -> str | None:
         """See `WarmProcesses.command`."""

@@ -23,7 +23,7 @@ from orchestrator.cluster.nodes import (
 )
 from orchestrator.cluster.replicas import ReplicaActors
 from orchestrator.fleet.cluster_names import ray_name
-from orchestrator.fleet.effects import CoreOwner, HostLost, HostReport, LogPart, Loss, StartStep
+from orchestrator.fleet.effects import CoreOwner, HostLost, HostReport, LogText, Loss, StartStep
 from orchestrator.fleet.gateway_places import ClusterMachine, GatewayPlace
 from orchestrator.fleet.machine_claims import MachineClaims
 from orchestrator.gateway.settings import GatewaySettings
@@ -174,11 +174,11 @@ class RayCluster(ReplicaActors):
 
     async def read_log(
         self, path: str, lines: int, host: str | None = None, offset: int | None = None, *, ended: bool = False
-    ) -> LogPart:
+    ) -> LogText:
         try:
-            part: LogPart = await self._hosts.call(host, "read_log", path, lines, offset, ended)
+            part: LogText = await self._hosts.call(host, "read_log", path, lines, offset, ended)
         except HostLost:
-            return LogPart("", offset or 0)
+            return LogText("", offset or 0)
         return part
 
     async def interpreter(self, python: str | None, host: str | None = None) -> Interpreter:

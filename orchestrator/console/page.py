@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from orchestrator.console.columns import PAGE_TABLES
 from orchestrator.gateway.http.exchange import Exchange
 from orchestrator.gateway.openai.errors import ApiError
 from orchestrator.process.addresses import is_loopback
@@ -27,7 +28,7 @@ from placements.spec.json_schema import json_schema
 log = logging.getLogger(__name__)
 
 CONSOLE_PATH = "/console"
-FACTS = "facts.json"  # what the page knows of hardware, specs and the admin API
+FACTS = "facts.json"  # what the page knows of hardware, specs, tables and the admin API
 CHAT = "/v1/chat/completions"
 PLAYGROUND_PATH = f"{CONSOLE_PATH}/gateway{CHAT}"
 KEY = b"x-corewright-inference-key"  # the request's own key has opened the console
@@ -136,7 +137,12 @@ def _type(path: Path) -> bytes:
 
 def _facts() -> dict[str, object]:
     topologies = {name: {"devices": facts.devices, "link": facts.link} for name, facts in TOPOLOGIES.items()}
-    return {"version": corewright_version(), "topologies": topologies, "schema": json_schema()}
+    return {
+        "version": corewright_version(),
+        "topologies": topologies,
+        "schema": json_schema(),
+        "tables": dict(PAGE_TABLES),
+    }
 
 
 class Entrance(NamedTuple):

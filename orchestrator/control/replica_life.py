@@ -15,7 +15,7 @@ import msgspec.structs
 from orchestrator.control.host_watch import HostWatch
 from orchestrator.control.replica_table import ReplicaStart, ReplicaTable, Superseded, Turn
 from orchestrator.control.start_steps import RemainingTime, StartFailed, StartSteps, lead_of
-from orchestrator.fleet.effects import ClusterClient, HostLost, LogPart, ReplicaDied, Survivor
+from orchestrator.fleet.effects import ClusterClient, HostLost, LogText, ReplicaDied, Survivor
 from orchestrator.fleet.replica_states import AHEAD, ENDING, STARTING, Signal, State
 from orchestrator.fleet.route_table import remote_address
 from orchestrator.fleet.snapshot import EarlyStart, ReplicaView
@@ -390,14 +390,14 @@ class ReplicaLife:
         self.start.releasing = False
         return dead
 
-    async def _last_log(self, view: ReplicaView) -> LogPart:
+    async def _last_log(self, view: ReplicaView) -> LogText:
         """Returns the end of the replica's log; nothing if its host does not reply in time: neither an unresponsive
         host nor a log may delay a failure or the release of cores."""
         log_file = str(self.lives.home.log(view.model, view.replica))
         with task_boundary(log, "the log of %s cannot be read", view.id, level=logging.WARNING):
             read = self.lives.cluster.read_log(log_file, LOG_LINES, view.host, ended=True)
             return await asyncio.wait_for(read, LOG_READ_S)
-        return LogPart("")
+        return LogText("")
 
     @property
     def _view(self) -> ReplicaView | None:

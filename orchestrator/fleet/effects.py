@@ -71,7 +71,7 @@ class HostReport:
 
 
 @actor_message
-class LogPart(msgspec.Struct, frozen=True):
+class LogText(msgspec.Struct, frozen=True):
     """A part of a log."""
 
     text: str
@@ -165,7 +165,7 @@ class ClusterClient(Protocol):
 
     async def read_log(
         self, path: str, lines: int, host: str | None = None, offset: int | None = None, *, ended: bool = False
-    ) -> LogPart:
+    ) -> LogText:
         """Returns a part of a log from the byte ``offset``, by default its last ``lines``; empty if the host is lost.
 
         A log that is missing or shorter than ``offset`` is read from its beginning. ``ended``: the process has, so that

@@ -23,7 +23,7 @@ from orchestrator.fleet.effects import (
     CoreOwner,
     HostLost,
     HostReport,
-    LogPart,
+    LogText,
     Loss,
     ReplicaDied,
     StartStep,
@@ -377,10 +377,10 @@ class FakeCluster:
 
     async def read_log(
         self, path: str, lines: int, host: str | None = None, offset: int | None = None, *, ended: bool = False
-    ) -> LogPart:
+    ) -> LogText:
         text = f"the end of {Path(path).name}\n"
         fault = self.log_faults.get(Path(path).name) if ended else None
-        return LogPart(text, len(text), fault) if not offset else LogPart("", offset)
+        return LogText(text, len(text), fault) if not offset else LogText("", offset)
 
     async def interpreter(self, python: str | None, host: str | None = None) -> Interpreter:
         self.interpreter_queries.append(python)

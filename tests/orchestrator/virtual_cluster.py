@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from orchestrator.fleet.effects import CoreOwner, HostLost, HostReport, LogPart, Loss, ReplicaDied, Survivor, actor_name
+from orchestrator.fleet.effects import CoreOwner, HostLost, HostReport, LogText, Loss, ReplicaDied, Survivor, actor_name
 from orchestrator.records.journal import Journal
 from orchestrator.records.journal_records import Event, R
 from tests.orchestrator.fakes import FakeCluster, FakeReplica
@@ -301,10 +301,10 @@ class VirtualCluster(FakeCluster):
 
     async def read_log(
         self, path: str, lines: int, host: str | None = None, offset: int | None = None, *, ended: bool = False
-    ) -> LogPart:
+    ) -> LogText:
         if host is not None and not self.machines[host].linked:
             await self._hang(host)
-        return LogPart("")
+        return LogText("")
 
     async def lost_hosts(self) -> Mapping[str, Loss]:
         return {host: Loss("its Ray node is gone") for host, machine in self.machines.items() if not machine.alive}

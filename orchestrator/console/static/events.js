@@ -1,12 +1,14 @@
 // Events: what has happened, newest first, filtered by text, level, model and host.
 
+import { cellsOf, headRow } from "./columns.js";
 import { h } from "./dom.js";
-import { clock, count } from "./format.js";
+import { count } from "./format.js";
 import { hosts, models, state } from "./state.js";
 
 export const title = "Events";
 
 const SHOWN = 300;
+const LEVELS = { error: "bad", warning: "warn" };
 const filters = { text: "", level: "", model: "", host: "" };
 
 export function on(type, act, target) {
@@ -37,11 +39,8 @@ export function view() {
       choice("model", "Model", named(models())), choice("host", "Host", named(hosts())),
       h("span", { role: "status" }, `${count(found.length, "event")} of ${state.events.length}`)),
     h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Events" }, h("table", {},
-      h("thead", {}, h("tr", {}, ["Time", "Level", "Reason", "About", "Message"].map((name) => h("th", { scope: "col" }, name)))),
+      headRow("events"),
       h("tbody", {}, found.slice(0, SHOWN).map((event) => h("tr", { "data-key": String(event.seq) },
-        h("td", { class: "number" }, clock(event.at)),
-        h("td", { class: event.level === "error" ? "bad" : event.level === "warning" ? "warn" : "dim" }, event.level),
-        h("th", { scope: "row" }, event.reason), h("td", {}, event.replica ?? event.model ?? event.host ?? ""),
-        h("td", {}, event.message)))))),
+        cellsOf("events", event, "reason", { level: h("span", { class: LEVELS[event.level] ?? "dim" }, event.level) })))))),
     found.length > SHOWN && h("p", { class: "dim" }, `The newest ${SHOWN} are shown.`));
 }

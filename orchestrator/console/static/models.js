@@ -1,6 +1,7 @@
 // Models: what each serves and how fast, its replicas, and the changes by hand, each previewed before it is made.
 
 import { call } from "./api.js";
+import { cellsOf, headRow, readyOf } from "./columns.js";
 import { changeDialog, rollbackDialog } from "./changes.js";
 import { openDialog } from "./dialog.js";
 import { h } from "./dom.js";
@@ -10,8 +11,7 @@ import { colourOf, letterOf, models, state, usualLoad } from "./state.js";
 
 export const title = "Models";
 
-const COLUMNS = ["Model", "State", "Replicas", "Queue", "Running", "Tokens/s", "TTFT p50\u00a0/\u00a0p99", "Between tokens p50\u00a0/\u00a0p99",
-  "Cold starts", "Cache", ""];
+const MEASURED = ["Tokens/s", "TTFT p50\u00a0/\u00a0p99", "Between tokens p50\u00a0/\u00a0p99", "Cold starts", "Cache", ""];
 
 export function on(type, act, target) {
   if (type !== "click") return;
@@ -24,7 +24,7 @@ export function on(type, act, target) {
 export function view() {
   return [rolloutCard(), h("div", { class: "card scroll", tabindex: "0", role: "region", "aria-label": "Models" },
     h("table", {},
-      h("thead", {}, h("tr", {}, COLUMNS.map((name) => h("th", { scope: "col" }, name)))),
+      headRow("models", MEASURED),
       h("tbody", {}, models().map(row)))),
     models().map(replicaCard)];
 }
@@ -44,19 +44,18 @@ function rolloutCard() {
 
 function row(model) {
   const load = state.load[model.name];
-  const { demand, min, max } = model.scaling;
-  const ready = model.replicas.filter((each) => each.state === "ready").length;
+  const { min, max } = model.scaling;
   const button = (change, text) => h("button", { type: "button", "data-act": "change", "data-change": change,
     "data-model": model.name, "aria-label": `${text.replace("…", "")} ${model.name}` }, text);
   const pair = (low, high) => `${milliseconds(low)} / ${milliseconds(high)}`;
   return h("tr", { "data-key": model.name },
-    h("th", { scope: "row" }, h("span", { class: `chip ${colourOf(model.name)}`, "aria-hidden": "true" }, letterOf(model.name)), ` ${model.name}`),
-    h("td", {}, h("span", { class: model.state === "ready" ? "good" : model.state === "unloaded" ? "dim" : "bad" }, model.state),
-      model.reason && h("div", { class: "dim" }, model.reason)),
-    h("td", {}, `${ready} of ${model.wanted}`, h("div", { class: "dim" }, model.scaled
-      ? `set to ${model.scaled.count ?? "the spec"} by ${model.scaled.by}` : min === max ? "" : `${min} to ${max}`)),
-    h("td", { class: "number" }, demand ? demand.waiting : NONE),
-    h("td", { class: "number" }, demand ? demand.live : NONE),
+    cellsOf("models", model, "name", {
+      name: [h("span", { class: `chip ${colourOf(model.name)}`, "aria-hidden": "true" }, letterOf(model.name)), ` ${model.name}`],
+      state: [h("span", { class: model.state === "ready" ? "good" : model.state === "unloaded" ? "dim" : "bad" }, model.state),
+        model.reason && h("div", { class: "dim" }, model.reason)],
+      "": [readyOf(model), h("div", { class: "dim" }, model.scaled
+        ? `set to ${model.scaled.count ?? "the spec"} by ${model.scaled.by}` : min === max ? "" : `${min} to ${max}`)],
+    }),
     h("td", { class: "number" }, number(load?.tokens_per_s)),
     h("td", { class: "number" }, load ? pair(load.ttft_p50_ms, load.ttft_p99_ms) : NONE),
     h("td", { class: "number" }, load ? pair(load.gap_p50_ms, load.gap_p99_ms) : NONE),
@@ -96,11 +95,10 @@ function cache(model) {
 
 function replicaCard(model) {
   if (!model.replicas.length) return null;
-  const heads = ["Replica", "State", "Host", "Cores", "Requests", "Process", "Start", ""];
   return h("details", { class: "card", "data-key": `replicas-${model.name}`, open: model.state !== "ready" },
     h("summary", {}, `${model.name}: ${count(model.replicas.length, "replica")}`),
     h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `Replicas of ${model.name}` }, h("table", {},
-      h("thead", {}, h("tr", {}, heads.map((name) => h("th", { scope: "col" }, name)))),
+      headRow("replicas", ["Start", ""]),
       h("tbody", {}, model.replicas.map((replica) => replicaRow(model, replica))))));
 }
 
@@ -108,12 +106,10 @@ function replicaRow(model, replica) {
   const number = replica.id.split("/").at(-1);
   const data = { type: "button", "data-model": model.name, "data-replica": replica.id };
   return h("tr", { "data-key": replica.id },
-    h("th", { scope: "row" }, replica.id),
-    h("td", {}, h("span", { class: replica.state === "ready" ? "good" : replica.state === "failed" ? "bad" : "warn" },
-      progress(replica, usualLoad(model))),
-      replica.reason && h("div", { class: "dim" }, replica.reason)),
-    h("td", {}, replica.host), h("td", {}, replica.cores ?? NONE),
-    h("td", {}, `${replica.live} running, ${replica.waiting} waiting`), h("td", { class: "number" }, replica.pid ?? NONE),
+    cellsOf("replicas", replica, "id", {
+      state: [h("span", { class: replica.state === "ready" ? "good" : replica.state === "failed" ? "bad" : "warn" },
+        progress(replica, usualLoad(model))), replica.reason && h("div", { class: "dim" }, replica.reason)],
+    }),
     h("td", {}, start(replica)),
     h("td", {}, h("span", { class: "buttons" },
       h("button", { ...data, "data-act": "log", "aria-label": `Log of ${replica.id}`, "data-number": number }, "Log"),

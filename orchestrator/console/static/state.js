@@ -5,7 +5,7 @@ import { call } from "./api.js";
 const MOST_EVENTS = 2000;
 
 export const state = {
-  facts: { topologies: {}, schema: {}, version: "", calls: {} },
+  facts: { topologies: {}, schema: {}, version: "", calls: {}, tables: {} },
   fleet: null, // the status without models and hosts, with their names in order
   models: {},
   hosts: {},

@@ -16,6 +16,7 @@ import pytest
 
 import orchestrator.console.page as module
 from orchestrator.api.routes import ROUTES
+from orchestrator.cli.listing import TABLES
 from orchestrator.console import fleet_feed
 from orchestrator.console.fleet_feed import FleetFeed
 from orchestrator.gateway.http.exchange import Request
@@ -79,6 +80,18 @@ def test_the_page_calls_operations_by_their_names_in_the_table_of_routes(http: h
     assert calls == {route.name: {"method": route.method, "path": route.path} for route in ROUTES}
     assert {"propose", "revision", "drain", "undo", "load_history"} < called <= calls.keys()
     assert scripts.count("admin/v1") == 1
+
+
+def test_the_page_has_the_columns_of_the_commands(http: httpx.Client) -> None:
+    """One description serves both; the page knows how to show each value that it gets."""
+    tables = http.get("/console/facts.json").json()["tables"]
+    for kind, shown in tables.items():
+        titles = [column["title"].upper() for column in shown]
+        assert [title for title in TABLES[kind].header(wide=True) if title in titles] == titles
+    known = re.search(r"const FORMATS = \{(.*?)\};", (STATIC / "columns.js").read_text(), re.DOTALL)
+    assert known is not None
+    formats = set(re.findall(r"^  (\w+)", known[1], re.MULTILINE))
+    assert {column["format"] for shown in tables.values() for column in shown} == formats
 
 
 def test_no_script_of_ours_parses_html() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec.structs
 import pytest
 
-from orchestrator.fleet.effects import HostLost, LogPart
+from orchestrator.fleet.effects import HostLost, LogText
 from tests.orchestrator import fakes
 from tests.orchestrator.elsewhere import forbid_remote_sources
 from tests.orchestrator.fakes import FakeCluster, Played, virtually
@@ -49,7 +49,7 @@ class DeafLogs(FakeCluster):
 
     async def read_log(
         self, path: str, lines: int, host: str | None = None, offset: int | None = None, *, ended: bool = False
-    ) -> LogPart:
+    ) -> LogText:
         self.questions += 1
         raise UNREADABLE
 
