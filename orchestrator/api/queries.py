@@ -32,7 +32,6 @@ from orchestrator.fleet.snapshot import ReplicaView
 from orchestrator.process.home import Home
 from orchestrator.records.request_traces import read_page
 
-
 LOG_POLL_S = 0.25
 
 FIRST_LINES = 100
