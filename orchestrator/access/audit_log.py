@@ -91,8 +91,8 @@ class Audit:
             except FileNotFoundError:
                 continue
             except OSError as error:
-                what = f"{path} cannot be read: {error.strerror}"
-                raise Failed("audit-unreadable", what, "run the command as the owner of the file") from None
+                message = f"{path} cannot be read: {error.strerror}"
+                raise Failed("audit-unreadable", message, "run the command as the owner of the file") from None
             for text in data.splitlines():
                 with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
                     yield decoder.decode(text)
@@ -107,9 +107,9 @@ class Audit:
             finally:
                 os.close(descriptor)
         except OSError as error:
-            what = f"{self.path} cannot be written: {error.strerror}"
+            message = f"{self.path} cannot be written: {error.strerror}"
             hint = "changes are refused until the audit log is writable: free disk space, or check the file's owner"
-            raise Failed("audit-unwritable", what, hint) from None
+            raise Failed("audit-unwritable", message, hint) from None
 
     def _open(self) -> int:
         """Returns a descriptor of the locked log; rotates the log first if it is too large. Raises OSError."""
@@ -132,16 +132,16 @@ class Audit:
         client that only sends such requests never reaches the older logs. Raises OSError."""
         lines = self.path.read_bytes().splitlines(keepends=True)
         refused = _refused(lines)
-        size = sum(len(lines[place]) for places in refused for place in places)
+        size = sum(len(lines[position]) for places in refused for position in places)
         if sum(map(len, lines)) - size > self._max_bytes / 2:
             private_file.rotate(self.path, KEPT)
             return
         for places in refused:
             if size <= self._max_bytes * REFUSED_SHARE:
                 break
-            size -= sum(len(lines[place]) for place in places)
-            for place in places:
-                lines[place] = b""
+            size -= sum(len(lines[position]) for position in places)
+            for position in places:
+                lines[position] = b""
         private_file.replace(self.path, b"".join(lines), sync=True)
 
 
@@ -150,10 +150,10 @@ def _refused(lines: Sequence[bytes]) -> list[list[int]]:
     decoder = msgspec.json.Decoder(AuditLine)
     places: dict[str, list[int]] = {}
     refused: set[str] = set()
-    for place, text in enumerate(lines):
+    for position, text in enumerate(lines):
         with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
             line = decoder.decode(text)
-            places.setdefault(line.request, []).append(place)
+            places.setdefault(line.request, []).append(position)
             if line.status is not None and line.status.startswith("4"):  # nothing was changed
                 refused.add(line.request)
     return [both for request, both in places.items() if request in refused and len(both) == 2]

@@ -102,7 +102,7 @@ class ApiKey(Allowance, frozen=True, kw_only=True, forbid_unknown_fields=True, o
     def expired(self, now: float) -> bool:
         return self.expires is not None and now >= self.expires
 
-    def may(self, scope: Scope) -> bool:
+    def has_scope(self, scope: Scope) -> bool:
         return scope in self.scopes
 
 
@@ -141,7 +141,7 @@ class KeyRing:
 
     def usable(self, now: float, scope: Scope) -> int:
         """Returns the number of unexpired keys with that scope."""
-        return sum(key.may(scope) and not key.expired(now) for key in self.keys)
+        return sum(key.has_scope(scope) and not key.expired(now) for key in self.keys)
 
     def authenticate(self, presented: str, now: float) -> ApiKey | None:
         """Returns the key that was presented, or None. Timing does not reveal which part of a wrong key is wrong.
@@ -189,11 +189,11 @@ class KeyFile:
         except FileNotFoundError:
             return None
         except OSError as error:
-            what = f"{self.path} cannot be read: {error.strerror}"
-            raise Failed("keys-unreadable", what, "run the command as the owner of the file") from None
+            message = f"{self.path} cannot be read: {error.strerror}"
+            raise Failed("keys-unreadable", message, "run the command as the owner of the file") from None
         if status.st_uid not in (os.getuid(), 0) or status.st_mode & 0o022:
-            what = f"{self.path} is writable by other users"
-            raise Failed("keys-unreadable", what, f"check its contents, then run: chmod 600 {self.path}")
+            message = f"{self.path} is writable by other users"
+            raise Failed("keys-unreadable", message, f"check its contents, then run: chmod 600 {self.path}")
         return self._parsed(data)
 
     def _parsed(self, data: bytes) -> KeyRing:
@@ -302,8 +302,8 @@ class KeyFile:
         """Accepts requests without a key on loopback, forever or until a time in seconds since the epoch. Raises Failed
         if no key has ever been created: they are accepted already."""
         if not self.path.exists():
-            what = "no key has been created, so requests without a key are accepted already"
-            raise Failed("keys-none", what, "corewright keys create NAME creates the first key and requires one")
+            message = "no key has been created, so requests without a key are accepted already"
+            raise Failed("keys-none", message, "corewright keys create NAME creates the first key and requires one")
         with self._locked():
             self._write(self.read().keys, until)
 
@@ -356,7 +356,7 @@ def encoded(keys: Sequence[ApiKey], keyless_until: float | None) -> bytes:
 def _unknown(id_or_name: str, keys: Sequence[ApiKey]) -> Failed:
     names = ", ".join(key.name for key in keys)
     hint = f"existing keys: {names}" if names else "no key exists; corewright keys create NAME creates one"
-    return Failed("key-unknown", f"there is no key {shown(id_or_name)!r}", hint)
+    return Failed("key-unknown", f"there is no key {without_secret(id_or_name)!r}", hint)
 
 
 def check_new(name: str, models: Sequence[str], allowance: Allowance) -> None:
@@ -366,8 +366,8 @@ def check_new(name: str, models: Sequence[str], allowance: Allowance) -> None:
         raise Failed("key-name-wrong", f"{name!r} is not a valid key name", _NAME_RULE)
     for model in models:
         if not all(re.match(_NAME, part) for part in model.split(":", 1)):  # MODEL:ADAPTER
-            what = f"{model!r} is not a valid model name"
-            raise Failed("key-name-wrong", what, "--model takes the name of a model in the spec, or MODEL:ADAPTER")
+            message = f"{model!r} is not a valid model name"
+            raise Failed("key-name-wrong", message, "--model takes the name of a model in the spec, or MODEL:ADAPTER")
 
 
 def _check_bounds(allowance: Allowance) -> None:
@@ -380,7 +380,7 @@ def _unwritable(path: Path, error: OSError) -> Failed:
     return Failed("keys-unwritable", f"{path} cannot be written: {error.strerror}", "nothing was changed")
 
 
-def shown(text: str) -> str:
+def without_secret(text: str) -> str:
     """Returns what the user typed, without the secret if it is a whole key."""
     return f"{text[: len(PREFIX) + 1 + ID_LENGTH]}..." if text.startswith(f"{PREFIX}-") else text
 

@@ -46,22 +46,22 @@ class SourcePolicy:
         commands = [problem for model in models for problem in self._commands(spec, model)]
         return (*self._interpreter_problems(spec), *self._launch_problems(spec), *commands, *sources)
 
-    def allows(self, place: str) -> bool:
+    def allows(self, location: str) -> bool:
         """Returns whether an absolute path, an s3:// address or a hub id is at or below one of the prefixes."""
         if self.prefixes is None:
             return True
-        if place.startswith(S3):
-            segments = place[len(S3) :].split("/")
+        if location.startswith(S3):
+            segments = location[len(S3) :].split("/")
             if any(segment in (".", "..") for segment in segments):
                 return False
             prefixes = [prefix[len(S3) :].rstrip("/").split("/") for prefix in self.prefixes if prefix.startswith(S3)]
             return any(segments[: len(prefix)] == prefix for prefix in prefixes)
-        if not place.startswith("/"):
+        if not location.startswith("/"):
             prefixes = [prefix[len(HUB) :].strip("/").split("/") for prefix in self.prefixes if prefix.startswith(HUB)]
-            return _HUB_ID.fullmatch(place) is not None and any(
-                prefix == [""] or place.split("/")[: len(prefix)] == prefix for prefix in prefixes
+            return _HUB_ID.fullmatch(location) is not None and any(
+                prefix == [""] or location.split("/")[: len(prefix)] == prefix for prefix in prefixes
             )
-        real = _real(place)
+        real = _real(location)
         folders = [_real(prefix) for prefix in self.prefixes if not prefix.startswith((S3, HUB))]
         if real is None:
             return False
@@ -72,46 +72,48 @@ class SourcePolicy:
             python = spec.python_for(engine)
             if self.interpreters is None or python is None or os.path.normpath(python) in self.interpreters:
                 continue
-            what = f"engines.{engine}.python: {python} is not an interpreter of the spec that `up` started with"
+            message = f"engines.{engine}.python: {python} is not an interpreter of the spec that `up` started with"
             hint = "an interpreter runs code: name it in the spec of `corewright up`"
-            yield Problem("interpreter-not-allowed", "error", spec.where("engines", engine, "python"), what, hint)
+            yield Problem("interpreter-not-allowed", "error", spec.where("engines", engine, "python"), message, hint)
 
     def _launch_problems(self, spec: Spec) -> Iterator[Problem]:
         for engine in spec.engines:
             launch = spec.launch_of(engine)
             if self.commands is None or not launch or repr(launch) in self.commands:
                 continue
-            what = f"engines.{engine}.command is not the command of the spec that `up` started with"
+            message = f"engines.{engine}.command is not the command of the spec that `up` started with"
             hint = "a command runs code: name it in the spec of `corewright up`"
-            yield Problem("command-not-allowed", "error", spec.where("engines", engine, "command"), what, hint)
+            yield Problem("command-not-allowed", "error", spec.where("engines", engine, "command"), message, hint)
 
     def _commands(self, spec: Spec, model: ModelSpec) -> Iterator[Problem]:
         if self.commands is None or commands_of([model]) <= self.commands:
             return
-        what = f"{model.name}: server is not the command and environment of a model of the spec that `up` started with"
+        message = (
+            f"{model.name}: server is not the command and environment of a model of the spec that `up` started with"
+        )
         hint = "a command runs code: name it in the spec of `corewright up`"
-        yield Problem("command-not-allowed", "error", spec.where("models", model.name, "server"), what, hint)
+        yield Problem("command-not-allowed", "error", spec.where("models", model.name, "server"), message, hint)
 
     def _code(self, spec: Spec, model: ModelSpec) -> Iterator[Problem]:
         if self.remote_code is None or not _trusted(model) - self.remote_code:
             return
-        what = f"{model.name}: trust_remote_code would run code of {min(_trusted(model) - self.remote_code)}"
+        message = f"{model.name}: trust_remote_code would run code of {min(_trusted(model) - self.remote_code)}"
         hint = "set trust_remote_code for this source in the spec of `corewright up`"
         where = spec.where("models", model.name, "trust_remote_code")
-        yield Problem("remote-code-not-allowed", "error", where, what, hint)
+        yield Problem("remote-code-not-allowed", "error", where, message, hint)
 
     def _sources(self, spec: Spec, model: ModelSpec) -> Iterator[Problem]:
         if self.prefixes is None:
             return
-        for keys, place, shown in _places(model):
-            if not self.allows(place):
+        for keys, location, given in _places(model):
+            if not self.allows(location):
                 where = spec.where("models", model.name, *keys)
                 allowed = ", ".join(self.prefixes) or "nothing"
-                what = f"{model.name}: {'.'.join(keys)} {shown!r} is not in the allowed sources: {allowed}"
+                message = f"{model.name}: {'.'.join(keys)} {given!r} is not in the allowed sources: {allowed}"
                 hint = "move it to an allowed source, or extend the setting allowed_sources and restart `up`"
-                if not place:
+                if not location:
                     hint = "write an absolute path in an allowed source"
-                yield Problem("source-not-allowed", "error", where, what, hint)
+                yield Problem("source-not-allowed", "error", where, message, hint)
 
 
 def interpreters_of(spec: Spec) -> frozenset[str]:
@@ -169,8 +171,8 @@ def _trusted(model: ModelSpec) -> frozenset[str]:
     return frozenset(sources)
 
 
-def _with_revision(place: str, revision: str | None) -> str:
-    return place if revision is None else f"{place}@{revision}"
+def _with_revision(location: str, revision: str | None) -> str:
+    return location if revision is None else f"{location}@{revision}"
 
 
 def _real(path: str) -> Path | None:
@@ -186,8 +188,8 @@ def _folders(model: ModelSpec) -> Iterator[Place]:
         yield ("source",), model.source_path or model.source, model.source
     if model.draft is not None:
         yield ("draft", "source"), model.draft_path or model.draft.source, model.draft.source
-    for name, place in model.adapter_places.items():
-        yield ("adapters", name), place, model.adapters[name]
+    for name, location in model.adapter_places.items():
+        yield ("adapters", name), location, model.adapters[name]
     if model.neff_cache is not None:
         yield ("neff_cache",), model.neff_cache_location or model.neff_cache, model.neff_cache
 
@@ -206,11 +208,11 @@ def _places(model: ModelSpec) -> Iterator[Place]:
 
 def _unusable(spec: Spec, model: ModelSpec) -> Iterator[Problem]:
     """Yields an error for each path that no file can have: to look for it would raise."""
-    for keys, place, shown in _folders(model):
-        reason = None if place.startswith(S3) else unusable_path(place)
+    for keys, location, given in _folders(model):
+        reason = None if location.startswith(S3) else unusable_path(location)
         if reason is not None:
-            what = f"{model.name}: {'.'.join(keys)} {shown!r} {reason}"
-            yield Problem("bad-source", "error", spec.where("models", model.name, *keys), what, "correct the path")
+            message = f"{model.name}: {'.'.join(keys)} {given!r} {reason}"
+            yield Problem("bad-source", "error", spec.where("models", model.name, *keys), message, "correct the path")
 
 
 def _absolute(text: str) -> str:

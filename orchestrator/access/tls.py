@@ -35,15 +35,15 @@ def _loaded(cert: str, key: str, client_ca: str | None) -> tuple[ssl.SSLContext,
     try:
         context.load_cert_chain(cert, key, password=_no_password)
     except ssl.SSLError as error:
-        what = {
+        message = {
             "KEY_VALUES_MISMATCH": f"{key} is not the key of {cert}",
             "NO_START_LINE": f"{cert} or {key} is not a PEM file",
         }.get(error.reason or "", f"{cert} and {key} cannot be used: {error.reason or error}")
         hint = "use PEM files: the certificate with its chain, and its private key"
-        raise Failed("tls-unusable", what, hint) from None
+        raise Failed("tls-unusable", message, hint) from None
     except _Encrypted:
-        what = f"{key} is encrypted, and a server cannot prompt for its password"
-        raise Failed("tls-unusable", what, f"decrypt it with: openssl pkey -in {key}; then chmod 600") from None
+        message = f"{key} is encrypted, and a server cannot prompt for its password"
+        raise Failed("tls-unusable", message, f"decrypt it with: openssl pkey -in {key}; then chmod 600") from None
     except OSError as error:  # deleted meanwhile
         raise Failed("tls-unusable", f"{cert} or {key} cannot be read: {error.strerror}", "") from None
     if client_ca is not None:
@@ -56,11 +56,11 @@ def _require_client_certificates(context: ssl.SSLContext, client_ca: str) -> Non
     try:
         context.load_verify_locations(client_ca)
     except (ssl.SSLError, OSError) as error:
-        what = f"{client_ca} contains no certificates: {getattr(error, 'reason', None) or error}"
-        raise Failed("tls-unusable", what, _CLIENT_CA_HINT) from None
+        message = f"{client_ca} contains no certificates: {getattr(error, 'reason', None) or error}"
+        raise Failed("tls-unusable", message, _CLIENT_CA_HINT) from None
     if not context.get_ca_certs():
-        what = f"{client_ca} contains no CA certificate"
-        raise Failed("tls-unusable", what, _CLIENT_CA_HINT)
+        message = f"{client_ca} contains no CA certificate"
+        raise Failed("tls-unusable", message, _CLIENT_CA_HINT)
     context.verify_mode = ssl.CERT_REQUIRED
 
 
@@ -88,12 +88,12 @@ def _expiry(path: str, pem: bytes) -> float:
     try:
         own = x509.load_pem_x509_certificate(pem)
     except ValueError:
-        what = f"{path} contains no certificate"
-        raise Failed("tls-unusable", what, "use a PEM file with the server's own certificate first") from None
+        message = f"{path} contains no certificate"
+        raise Failed("tls-unusable", message, "use a PEM file with the server's own certificate first") from None
     now = datetime.datetime.now(datetime.timezone.utc)
     if now >= own.not_valid_after_utc:
-        what = f"{path} expired on {own.not_valid_after_utc:%Y-%m-%d %H:%M} UTC"
-        raise Failed("tls-unusable", what, "renew the certificate")
+        message = f"{path} expired on {own.not_valid_after_utc:%Y-%m-%d %H:%M} UTC"
+        raise Failed("tls-unusable", message, "renew the certificate")
     return own.not_valid_after_utc.timestamp()
 
 

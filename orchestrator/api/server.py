@@ -134,7 +134,7 @@ class AdminApi:
         if key is None:
             message = "The admin API needs the token of fleet.json or a key: Authorization: Bearer TOKEN."
             raise _Error(401, code="invalid_token", message=message)
-        if not key.may("admin"):
+        if not key.has_scope("admin"):
             log.warning("refused %s to the key %s %s: it does not have the scope admin", path, key.id, key.name)
             what = f"the key {key.name} does not have the scope admin"
             hint = "create one that has: corewright keys create NAME --scope admin"

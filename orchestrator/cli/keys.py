@@ -18,7 +18,7 @@ from orchestrator.access.keys import (
     check_new,
     read_expiry,
     read_limit,
-    shown,
+    without_secret,
 )
 from orchestrator.cli.app import FormatOption, YesOption, app, argument, group, option, with_options
 from orchestrator.cli.client import running_fleet
@@ -143,7 +143,7 @@ def change(key: KeyArgument, output: FormatOption = Format.TABLE, **allowance: A
     if not limits:
         raise typer.BadParameter("pass --weight, --priority or a limit", param_hint="options")
     home = Home.from_environment()
-    with recorded_command(home, "keys set", {"key": shown(key), **_audited(limits)}):
+    with recorded_command(home, "keys set", {"key": without_secret(key), **_audited(limits)}):
         changed = KeyFile(home.keys).change(key, **limits)
     values = f"weight {changed.weight:g}, priority {changed.priority}, {_limits_text(changed)}"
     show(_as_dict(changed), output, f"{changed.name} ({changed.id}): {values}")
@@ -165,7 +165,7 @@ def list_keys(output: FormatOption = Format.TABLE) -> None:
 def revoke(key: KeyArgument, output: FormatOption = Format.TABLE) -> None:
     """Revoke a key. Running requests finish, and authentication stays enabled."""
     home = Home.from_environment()
-    with recorded_command(home, "keys revoke", {"key": shown(key)}):
+    with recorded_command(home, "keys revoke", {"key": without_secret(key)}):
         revoked = KeyFile(home.keys).revoke(key)
     ring, now = KeyFile(home.keys).read(), time.time()
     if not ring.keys:

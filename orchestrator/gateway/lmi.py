@@ -105,8 +105,10 @@ def joined_lines(body: bytes) -> bytes:
             differing = sorted(
                 name for name in fields.keys() | joined.keys() if fields.get(name, ...) != joined.get(name, ...)
             )
-            what = f"The body, line {number}: {', '.join(differing)} must be as in line 1; send different lines apart."
-            raise invalid(what, param=differing[0])
+            message = (
+                f"The body, line {number}: {', '.join(differing)} must be as in line 1; send different lines apart."
+            )
+            raise invalid(message, param=differing[0])
         joined = fields
     return _encode({**joined, "inputs": inputs})
 

@@ -42,7 +42,7 @@ class ModelCards:
             return
         exchange.respond(200, _encode(ModelList("list", [self._card(name, queue) for name, queue in queues.items()])))
 
-    def one(self, exchange: Exchange) -> None:
+    def get(self, exchange: Exchange) -> None:
         """Answers with the model that the path names. Raises ApiError."""
         request, name = exchange.request, exchange.parameters["model"]
         queue = self._served.queue(exchange.key, name)
@@ -69,15 +69,15 @@ def model_page(models: Mapping[str, ModelRoutes], query: str, created: int) -> M
     parameters = {name: values[-1] for name, values in parse_qs(query).items()}
     limit = _limit(parameters.get("limit", str(MAX_PAGE_MODELS)))
     if (before := parameters.get("before_id")) is not None:
-        others = names[: _place(names, before, "before_id")]
-        shown = others[-limit:]
+        others = names[: _index(names, before, "before_id")]
+        page = others[-limit:]
     else:
         after = parameters.get("after_id")
-        others = names if after is None else names[_place(names, after, "after_id") + 1 :]
-        shown = others[:limit]
-    cards = [model_info(name, models[name], created) for name in shown]
-    first, last = (shown[0], shown[-1]) if shown else (None, None)
-    return ModelPage(cards, first, last, len(others) > len(shown))
+        others = names if after is None else names[_index(names, after, "after_id") + 1 :]
+        page = others[:limit]
+    cards = [model_info(name, models[name], created) for name in page]
+    first, last = (page[0], page[-1]) if page else (None, None)
+    return ModelPage(cards, first, last, len(others) > len(page))
 
 
 def _limit(text: str) -> int:
@@ -86,7 +86,7 @@ def _limit(text: str) -> int:
     return int(text)
 
 
-def _place(names: Sequence[str], name: str, param: str) -> int:
+def _index(names: Sequence[str], name: str, param: str) -> int:
     if name not in names:
         raise invalid(f"{param}: there is no model {name[:100]!r}", param=param)
     return names.index(name)

@@ -106,7 +106,7 @@ ROUTES = (
     _get(
         "/v1/models/{model}",
         "One model.",
-        _part("models", "one"),
+        _part("models", "get"),
         takes_rest=True,
         answer=answers.ModelCard,
         to_anthropic=anthropic_answers.ModelInfo,

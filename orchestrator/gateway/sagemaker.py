@@ -193,13 +193,13 @@ def _defect(error: ControllerFailed) -> Hosting:
 
 def _refusal(hosting: Hosting) -> ApiError:
     """Returns the error for what the controller has answered."""
-    what, broken = hosting.message, "service_unavailable"
-    refused = ApiError(400, what, code="model_refused")
+    message, broken = hosting.message, "service_unavailable"
+    refused = ApiError(400, message, code="model_refused")
     known = (
-        ApiError(404, what, code="model_not_found"),
-        ApiError(409, what, code="model_loaded"),
-        ApiError(500, what, code="model_failed", type="internal_error"),
-        ApiError(503, what, code="controller_away", type=broken),
-        ApiError(507, what, code="no_room", type=broken),
+        ApiError(404, message, code="model_not_found"),
+        ApiError(409, message, code="model_loaded"),
+        ApiError(500, message, code="model_failed", type="internal_error"),
+        ApiError(503, message, code="controller_away", type=broken),
+        ApiError(507, message, code="no_room", type=broken),
     )
     return next((error for error in known if error.status == hosting.status), refused)

@@ -100,9 +100,9 @@ class ServedModels:
         """The time since the controller has confirmed the routes; None without routes."""
         return None if self._table is None else time.monotonic() - self._routes_at
 
-    def drains(self, place: str) -> bool:
+    def drains(self, label: str) -> bool:
         """Returns whether clients must leave the gateways of that machine."""
-        return self._table is not None and place in self._table.draining
+        return self._table is not None and label in self._table.draining
 
     def demand(self, number: int, seconds: float, now: float) -> tuple[DemandReport, bool]:
         """Returns the report of the demand in the last ``seconds``, and whether there was any."""

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.access.keys import Allowance
-from orchestrator.access.rate_limits import (
+from orchestrator.gateway.key_limits import (
     DEBT,
     MINUTE_S,
     Exceeded,

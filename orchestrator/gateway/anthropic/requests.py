@@ -272,16 +272,16 @@ def _messages(message: InputMessage) -> Iterator[ChatMessage]:
     """Yields the messages of a chat: each result of a tool is one of its own."""
     texts: list[TextPart] = []
     calls: list[ToolCall] = []
-    for place, block in enumerate(message.blocks):
+    for position, block in enumerate(message.blocks):
         if isinstance(block, TextBlock):
             texts.append(TextPart("text", block.text))
         elif isinstance(block, ToolUseBlock):
             if message.role != "assistant":
-                raise _misplaced(place, "tool_use", "assistant")
+                raise _misplaced(position, "tool_use", "assistant")
             calls.append(ToolCall(FunctionCall(block.name, bytes(block.input).decode()), block.id))
         elif isinstance(block, ToolResultBlock):
             if message.role != "user":
-                raise _misplaced(place, "tool_result", "user")
+                raise _misplaced(position, "tool_result", "user")
             if texts:
                 yield ChatMessage("user", texts)
                 texts = []
@@ -292,8 +292,8 @@ def _messages(message: InputMessage) -> Iterator[ChatMessage]:
         yield ChatMessage(message.role, texts, tool_calls=calls or None)
 
 
-def _misplaced(place: int, kind: str, role: str) -> Exception:
-    return invalid(f"messages: content[{place}]: only messages of the role {role!r} have {kind}", param="messages")
+def _misplaced(position: int, kind: str, role: str) -> Exception:
+    return invalid(f"messages: content[{position}]: only messages of the role {role!r} have {kind}", param="messages")
 
 
 def _result(block: ToolResultBlock) -> str:

@@ -79,7 +79,7 @@ class EmbeddingRequest(EncodingFields, kw_only=True, forbid_unknown_fields=True)
         given = [name for name in ("prompt", "prompt_name", "input_type") if getattr(self, name) is not None]
         if len(given) > 1:
             raise invalid(f"{given[0]} and {given[1]} exclude each other; send one of them", param=given[1])
-        ids = next((place for place, value in enumerate(self.inputs()) if isinstance(value, list)), None)
+        ids = next((position for position, value in enumerate(self.inputs()) if isinstance(value, list)), None)
         if given and ids is not None:
             raise invalid(f"{given[0]}: input {ids} has token ids, to which no prompt can be added", param=given[0])
 
@@ -190,12 +190,12 @@ def inputs_of(body: EncodingBody, kind: Kind) -> list[Input]:
     return list(body.texts()) if isinstance(body, ScoreRequest) and kind == "embedding" else body.inputs()
 
 
-def place_of(body: EncodingBody, kind: Kind, place: int) -> tuple[str, int]:
+def place_of(body: EncodingBody, kind: Kind, position: int) -> tuple[str, int]:
     """Returns the field of an input of ``inputs_of``, and its place there."""
     if not isinstance(body, ScoreRequest) or kind != "embedding":
-        return body.param, place
+        return body.param, position
     first = len(body.texts()) - len(body.inputs())
-    return ("text_1", place) if place < first else ("text_2", place - first)
+    return ("text_1", position) if position < first else ("text_2", position - first)
 
 
 def encode_inputs(
@@ -262,8 +262,8 @@ def _check_ids(body: EncodingBody, kind: Kind, texts: InputTexts, inputs: list[E
     """Raises ApiError 400 for an input without tokens, and for the client's ids outside the vocabulary."""
     for number, (given, input) in enumerate(zip(texts.inputs, inputs, strict=True)):
         if not input.ids:
-            param, place = place_of(body, kind, number)
-            raise invalid(f"{param}[{place}] has no tokens", param=param)
+            param, position = place_of(body, kind, number)
+            raise invalid(f"{param}[{position}] has no tokens", param=param)
         if isinstance(given, list) and (max(given) >= vocabulary or min(given) < 0):
             wrong = next(id for id in given if not 0 <= id < vocabulary)
             message = f"{body.param}[{number}]: {wrong} is not a token id of this model (0 to {vocabulary - 1})"

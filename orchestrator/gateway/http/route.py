@@ -76,8 +76,8 @@ def _pattern(route: HttpRoute) -> re.Pattern[str]:
     texts = re.split(r"\{(\w+)\}", route.path)  # every second one is a name
     rest = len(texts) - 2 if route.takes_rest else -1
     parts = [
-        f"(?P<{text}>{'.+' if place == rest else '[^/]+'})" if place % 2 else re.escape(text)
-        for place, text in enumerate(texts)
+        f"(?P<{text}>{'.+' if position == rest else '[^/]+'})" if position % 2 else re.escape(text)
+        for position, text in enumerate(texts)
     ]
     return re.compile("".join(parts))
 

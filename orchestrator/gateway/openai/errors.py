@@ -161,11 +161,11 @@ def not_forwarded(name: str, route: str) -> ApiError:
     return ApiError(400, message, param="model", code="route_not_served")
 
 
-def input_too_long(param: str, place: int, count: int, limit: int, *, exact: bool) -> ApiError:
+def input_too_long(param: str, position: int, count: int, limit: int, *, exact: bool) -> ApiError:
     """The input at that place is too long. With ``exact`` false it has more than ``count`` tokens."""
     length = f"{'' if exact else 'more than '}{count}"
     message = (
-        f"This model takes inputs of at most {limit} tokens; {param}[{place}] has {length}. "
+        f"This model takes inputs of at most {limit} tokens; {param}[{position}] has {length}. "
         "Send a shorter one, or truncate: true."
     )
     return ApiError(400, message, param=param, code="context_length_exceeded")

@@ -105,12 +105,12 @@ class ChatMessage(msgspec.Struct):
                 raise invalid("messages: a part of type 'text' has no text", param="messages")
         return "".join(part.text or "" for part in self.content)
 
-    def for_template(self, place: int) -> dict[str, Any]:
+    def for_template(self, position: int) -> dict[str, Any]:
         """Returns the message for chat templates: the text in one piece, the arguments of calls as objects.
 
-        Raises ApiError that names the message by its ``place``.
+        Raises ApiError that names the message by its ``position``.
         """
-        where = f"messages[{place}]"
+        where = f"messages[{position}]"
         has_call = self.function_call is not None and bytes(self.function_call) != b"null"
         if has_call or self.role == "function":
             cause = f"{where}: function_call and the role 'function' are not supported"

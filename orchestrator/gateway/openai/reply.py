@@ -101,10 +101,10 @@ class Reply(ClientReply, eq=False):
         Raises ApiError."""
         ids, echoes, parser = prompts
         copies = len(requests) // len(ids)
-        for place, (ticket, choice) in enumerate(self._choices.items()):
+        for position, (ticket, choice) in enumerate(self._choices.items()):
             if ticket.stream.link is None and ticket in self._open:
-                ticket.renew(requests[place])
-                choice.prompt_ids, choice.echo = ids[place // copies], echoes[place // copies]
+                ticket.renew(requests[position])
+                choice.prompt_ids, choice.echo = ids[position // copies], echoes[position // copies]
                 choice.parser = None if parser is None else parser()
         self._answer.count_prompts()
         self._note.prompt_tokens = self._answer.prompt_tokens

@@ -105,7 +105,7 @@ class ResponsesAnswer(PartsWriter, eq=False):
         ((choice, events),) = answers
         cut = events[-1].finish is FinishReason.LENGTH
         parts = whole_parts(choice, events) or [Text()]
-        items = [self._item(place, part) for place, part in enumerate(parts)]
+        items = [self._item(position, part) for position, part in enumerate(parts)]
         if cut:
             items[-1]["status"] = "incomplete"
         return _encode(self._response("incomplete" if cut else "completed", items))
@@ -153,40 +153,40 @@ class ResponsesAnswer(PartsWriter, eq=False):
         last = self._parts[-1]
         last.pieces.append(read.text)
         if isinstance(last, Text):
-            yield self._event("response.output_text.delta", {**self._place(), "delta": read.text, "logprobs": []})
+            yield self._event("response.output_text.delta", {**self._position(), "delta": read.text, "logprobs": []})
         else:
-            yield self._event("response.function_call_arguments.delta", {**self._place(), "delta": read.text})
+            yield self._event("response.function_call_arguments.delta", {**self._position(), "delta": read.text})
 
     def _begin(self, part: Part) -> Iterator[bytes]:
         self._parts.append(part)
         item = self._item(len(self._parts) - 1, part, "in_progress")
-        place = self._place()
+        position = self._position()
         if isinstance(part, Text):
             item["content"] = []
-        yield self._event("response.output_item.added", {"output_index": place["output_index"], "item": item})
+        yield self._event("response.output_item.added", {"output_index": position["output_index"], "item": item})
         if isinstance(part, Text):
-            yield self._event("response.content_part.added", {**place, "part": _content("")})
+            yield self._event("response.content_part.added", {**position, "part": _content("")})
 
     def _end(self, status: str) -> Iterator[bytes]:
         """Ends the open item, if there is one."""
         if len(self._items) == len(self._parts):
             return
-        part, place = self._parts[-1], self._place()
+        part, position = self._parts[-1], self._position()
         if isinstance(part, Text):
-            yield self._event("response.output_text.done", {**place, "text": part.text, "logprobs": []})
-            yield self._event("response.content_part.done", {**place, "part": _content(part.text)})
+            yield self._event("response.output_text.done", {**position, "text": part.text, "logprobs": []})
+            yield self._event("response.content_part.done", {**position, "part": _content(part.text)})
         else:
-            fields = {**place, "name": part.name, "arguments": part.arguments}
+            fields = {**position, "name": part.name, "arguments": part.arguments}
             yield self._event("response.function_call_arguments.done", fields)
         item = self._item(len(self._parts) - 1, part, status)
         self._items.append(item)
-        yield self._event("response.output_item.done", {"output_index": place["output_index"], "item": item})
+        yield self._event("response.output_item.done", {"output_index": position["output_index"], "item": item})
 
-    def _place(self) -> dict[str, Any]:
+    def _position(self) -> dict[str, Any]:
         """Returns the fields that say what an event of the last item is about."""
         index = len(self._parts) - 1
-        place: dict[str, Any] = {"item_id": self._id(index, self._parts[-1]), "output_index": index}
-        return {**place, "content_index": 0} if isinstance(self._parts[-1], Text) else place
+        position: dict[str, Any] = {"item_id": self._id(index, self._parts[-1]), "output_index": index}
+        return {**position, "content_index": 0} if isinstance(self._parts[-1], Text) else position
 
     # Values
 

@@ -180,8 +180,8 @@ def _messages(request: ResponsesRequest) -> list[ChatMessage]:
     messages = [] if not request.instructions else [ChatMessage("system", request.instructions)]
     if isinstance(request.input, str):
         return [*messages, ChatMessage("user", request.input)]
-    for place, item in enumerate(request.input):
-        _add(messages, item, f"input[{place}]")
+    for position, item in enumerate(request.input):
+        _add(messages, item, f"input[{position}]")
     return messages
 
 

@@ -118,7 +118,7 @@ def test_a_key_has_its_scopes_and_models(file: KeyFile) -> None:
     ops, _ = file.create("ops", scopes=("admin",))
     own, _ = file.create("one", models=("chat",))
     both, _ = file.create("both", scopes=("admin", "inference"))
-    assert [key.may("admin") for key in (ops, own, both)] == [True, False, True]
+    assert [key.has_scope("admin") for key in (ops, own, both)] == [True, False, True]
     assert [key.models for key in (ops, own, both)] == [(), ("chat",), ()]
     assert file.read().keys == (ops, own, both)
 

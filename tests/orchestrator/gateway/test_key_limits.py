@@ -15,9 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.access.keys import Allowance, ApiKey, KeyFile, KeyRing
-from orchestrator.access.rate_limits import Exceeded, KeyCounts, reserve
 from orchestrator.fleet.key_usage import KeyUsageExchange
-from orchestrator.gateway.key_limits import KeyLimits
+from orchestrator.gateway.key_limits import Exceeded, KeyCounts, KeyLimits, reserve
 from orchestrator.gateway.openai.errors import ApiError
 from orchestrator.process.home import Home
 from tests.fleet import until

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from orchestrator.access.keys import Allowance
-from orchestrator.access.rate_limits import Exceeded, KeyCounts, Remaining, duration, refill, remaining, reserve, settle
+from orchestrator.gateway.key_limits import Exceeded, KeyCounts, Remaining, duration, refill, remaining, reserve, settle
 
 NOW = 5000.0
 
@@ -55,7 +55,7 @@ def test_a_request_of_more_than_a_minutes_tokens_never_passes() -> None:
     """One of just a minute's does, when the bucket is full."""
     limits = Allowance(tokens_per_minute=100)
     never = refusal(KeyCounts(), limits, tokens=101)
-    assert (never.what, never.wait_s, never.ever) == ("tokens per minute", None, False)
+    assert (never.limit_name, never.wait_s, never.ever) == ("tokens per minute", None, False)
     assert take(KeyCounts(), limits, tokens=100).tokens == 100
 
 
