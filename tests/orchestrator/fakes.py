@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import functools
+import inspect
 import itertools
 import platform
 import sys
@@ -677,13 +680,72 @@ class Played:
         return [event.reason for event in self.journal.events()]
 
 
-def play(tmp_path: Path, cluster: FakeCluster, text: str, story: Callable[[Played], Coroutine[Any, Any, None]]) -> None:
-    """Run a story of a fleet in virtual time, and check the rules of the fake cluster."""
+Test = Callable[..., Coroutine[Any, Any, None]]
+
+
+def virtual(test: Test) -> Callable[..., None]:
+    """Makes a test of a coroutine function, which runs on a virtual loop."""
+
+    @functools.wraps(test)
+    def run(*arguments: Any, **named: Any) -> None:
+        virtually(lambda: test(*arguments, **named))
+
+    return run
+
+
+def starting_fleet(text: str | Callable[..., str], **options: Any) -> Callable[[Test], Callable[..., None]]:
+    """Makes a test of a coroutine function whose first parameter is a fleet with that spec, at its start.
+
+    It runs in virtual time, and the rules of the fake cluster hold at its end. ``text`` may be a function of the test's
+    other parameters. ``options`` are those of `Played` and attributes of the fake cluster.
+    """
+
+    def decorate(test: Test) -> Callable[..., None]:
+        fixtures = list(inspect.signature(test).parameters.values())[1:]
+        uses_home = any(fixture.name == "tmp_path" for fixture in fixtures)
+        home = inspect.Parameter("tmp_path", inspect.Parameter.KEYWORD_ONLY)
+
+        @functools.wraps(test)
+        def run(*, tmp_path: Path, **named: Any) -> None:
+            given = {**named, "tmp_path": tmp_path}
+            spec = (
+                text
+                if isinstance(text, str)
+                else text(**{name: given[name] for name in inspect.signature(text).parameters})
+            )
+            play(tmp_path, spec, lambda played: test(played, **(given if uses_home else named)), **options)
+
+        run.__signature__ = inspect.Signature(fixtures if uses_home else [*fixtures, home])  # type: ignore[attr-defined]
+        return run
+
+    return decorate
+
+
+def settled_fleet(text: str | Callable[..., str], **options: Any) -> Callable[[Test], Callable[..., None]]:
+    """``starting_fleet``, once every replica is ready."""
+
+    def decorate(test: Test) -> Callable[..., None]:
+        @functools.wraps(test)
+        async def begin(played: Played, **fixtures: Any) -> None:
+            await played.settled()
+            await test(played, **fixtures)
+
+        return starting_fleet(text, **options)(begin)
+
+    return decorate
+
+
+def play(home: Path, text: str, story: Test, *, cluster: FakeCluster | None = None, **options: Any) -> None:
+    """Runs a story of a fleet in virtual time, and checks the rules of the fake cluster."""
 
     async def live() -> None:
-        async with Played(tmp_path, cluster, text) as played:
+        fake = cluster or FakeCluster()
+        of_fleet = {name: options[name] for name in options.keys() & inspect.signature(Played).parameters.keys()}
+        for name in options.keys() - of_fleet.keys():
+            assert hasattr(fake, name), name
+            setattr(fake, name, copy.deepcopy(options[name]))
+        async with Played(home, fake, text, **of_fleet) as played:
             await story(played)
-            await played.kill()
-        assert cluster.violations == []
+        assert fake.violations == []
 
     virtually(live)

@@ -80,7 +80,7 @@ def test_a_model_on_two_hosts_is_transferred_once_to_each(tmp_path: Path, source
         assert [message.startswith("0 bytes: ") for message in fetched(played)] == [True, True, False, False]
         assert [len({config.source for config in cluster.started if config.host == host}) for host in HOSTS] == [1, 1]
 
-    play(tmp_path, cluster, SPEC.format(source=source, degree=12, replicas=4), story)
+    play(tmp_path, SPEC.format(source=source, degree=12, replicas=4), story, cluster=cluster)
 
 
 @pytest.mark.parametrize("holder", HOSTS)
@@ -97,4 +97,4 @@ def test_a_replica_starts_on_the_host_whose_store_has_its_model(
         assert [config.host for config in cluster.started] == [holder]
         assert s3_proxy.bytes() == 0
 
-    play(tmp_path, cluster, SPEC.format(source=source, degree=8, replicas=1), story)
+    play(tmp_path, SPEC.format(source=source, degree=8, replicas=1), story, cluster=cluster)

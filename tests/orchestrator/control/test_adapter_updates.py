@@ -67,7 +67,7 @@ def test_replicas_start_with_the_adapters_of_the_spec(cluster: FakeCluster, tmp_
         assert routed(played) == ["support"]
         assert cluster.violations == []
 
-    play(tmp_path, cluster, spec(SUPPORT), story)
+    play(tmp_path, spec(SUPPORT), story, cluster=cluster)
 
 
 def test_adapters_are_added_removed_and_changed_without_a_restart(cluster: FakeCluster, tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_adapters_are_added_removed_and_changed_without_a_restart(cluster: FakeC
         assert len(cluster.started) == 2
         assert cluster.violations == []
 
-    play(tmp_path, cluster, spec(SUPPORT), story)
+    play(tmp_path, spec(SUPPORT), story, cluster=cluster)
 
 
 def test_a_changed_adapter_is_fetched_to_all_hosts_first(cluster: FakeCluster, tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_a_changed_adapter_is_fetched_to_all_hosts_first(cluster: FakeCluster, t
         assert folders(cluster) == [{"support": folder("other")}] * 2
         assert len(cluster.started) == 2
 
-    play(tmp_path, cluster, spec(SUPPORT), story)
+    play(tmp_path, spec(SUPPORT), story, cluster=cluster)
 
 
 def test_an_adapter_that_the_server_refuses_is_tried_again(cluster: FakeCluster, tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_an_adapter_that_the_server_refuses_is_tried_again(cluster: FakeCluster,
         await played.settled()
         assert folders(cluster) == [{"legal": folder("legal")}] * 2
 
-    play(tmp_path, cluster, spec(SUPPORT), story)
+    play(tmp_path, spec(SUPPORT), story, cluster=cluster)
 
 
 def test_later_replicas_load_the_same_content(cluster: FakeCluster, tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_later_replicas_load_the_same_content(cluster: FakeCluster, tmp_path: Pa
         await played.settled()
         assert folders(cluster) == [{"support": folder("support"), "legal": folder("legal")}] * 2
 
-    play(tmp_path, cluster, spec(SUPPORT), story)
+    play(tmp_path, spec(SUPPORT), story, cluster=cluster)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_the_plan_shows_which_changes_need_new_processes(
         (model,) = (await played.operator.propose(spec(*after), "spec.yaml", str(tmp_path)))["models"]
         assert (model["action"], model["tag"]) == (action, "restart" if action == "replace" else "reconfigure")
 
-    play(tmp_path, cluster, spec(*before), story)
+    play(tmp_path, spec(*before), story, cluster=cluster)
 
 
 def test_max_loras_reserves_room_for_the_first_adapter(cluster: FakeCluster, tmp_path: Path) -> None:
@@ -174,4 +174,4 @@ def test_max_loras_reserves_room_for_the_first_adapter(cluster: FakeCluster, tmp
         await played.settled()
         assert (routed(played), len(cluster.started)) == (["support"], 2)
 
-    play(tmp_path, cluster, spec(options=options), story)
+    play(tmp_path, spec(options=options), story, cluster=cluster)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,8 +13,7 @@ from orchestrator.fleet.effects import HostReport
 from orchestrator.fleet.leaving_host import STOP_S
 from orchestrator.records.journal_records import Departure
 from orchestrator.state.departures import SAME_S, noticed_departures
-from tests.orchestrator.fakes import FakeCluster, Played
-from tests.orchestrator.fakes import play as play_on
+from tests.orchestrator.fakes import Played, settled_fleet
 from workers.messages.notice import Notice, earliest
 
 FIRST, SECOND = "inf2.48xlarge/0", "inf2.48xlarge/1"
@@ -36,19 +32,6 @@ models:
 """
 
 
-def play(tmp_path: Path, text: str, story: Callable[[Played], Coroutine[Any, Any, None]], **cluster: Any) -> None:
-    """A story that begins when every replica is ready."""
-    fake = FakeCluster()
-    for name, value in cluster.items():
-        setattr(fake, name, value)
-
-    async def settled(played: Played) -> None:
-        await played.settled()
-        await story(played)
-
-    play_on(tmp_path, fake, text, settled)
-
-
 def now(played: Played) -> float:
     return played.controller.state.wall()
 
@@ -62,111 +45,94 @@ def give_notice(played: Played, host: str, seconds: float | None, cause: str = "
 
 
 @pytest.mark.parametrize("cause", ["spot interruption", "drain by Ray"])
-def test_replicas_move_all_at_once_before_their_host_ends(tmp_path: Path, cause: str) -> None:
+@settled_fleet(ROOMY, load_s=40.0)
+async def test_replicas_move_all_at_once_before_their_host_ends(played: Played, cause: str) -> None:
     """Three replicas that load for 40 s have moved within the two minutes of a notice, without an outage."""
-
-    async def story(played: Played) -> None:
-        home = hosts_of(played, "a")[0]
-        assert hosts_of(played, "a") == [home] * 3
-        give_notice(played, home, 120.0, cause)
-        began, least = now(played), 3
-        while home in [replica["host"] for replica in played.model("a")["replicas"]]:
-            await asyncio.sleep(0.5)
-            least = min(least, len(played.ready("a")))
-            assert now(played) - began < 60.0
-        assert (least, len(played.ready("a"))) == (3, 3)
-        host = next(host for host in played.controller.status().hosts if host.name == home)
-        assert host.leaving is not None
-        assert (host.cordoned, host.draining, host.leaving.cause) == ("all", True, cause)
-        assert "HostLeaving" in played.happened()
-        assert "NotMoved" not in played.happened()
-
-    play(tmp_path, ROOMY, story, load_s=40.0)
+    home = hosts_of(played, "a")[0]
+    assert hosts_of(played, "a") == [home] * 3
+    give_notice(played, home, 120.0, cause)
+    began, least = now(played), 3
+    while home in [replica["host"] for replica in played.model("a")["replicas"]]:
+        await asyncio.sleep(0.5)
+        least = min(least, len(played.ready("a")))
+        assert now(played) - began < 60.0
+    assert (least, len(played.ready("a"))) == (3, 3)
+    host = next(host for host in played.controller.status().hosts if host.name == home)
+    assert host.leaving is not None
+    assert (host.cordoned, host.draining, host.leaving.cause) == ("all", True, cause)
+    assert "HostLeaving" in played.happened()
+    assert "NotMoved" not in played.happened()
 
 
-def test_what_cannot_be_moved_serves_until_its_drain_must_begin_and_is_stopped_in_time(tmp_path: Path) -> None:
+@settled_fleet(FULL, load_s=5.0)
+async def test_what_cannot_be_moved_serves_until_its_drain_must_begin_and_is_stopped_in_time(played: Played) -> None:
     """The more important model takes the other host; the other one serves for half of the notice, then drains."""
-
-    async def story(played: Played) -> None:
-        (home,), (other,) = hosts_of(played, "high"), hosts_of(played, "low")
-        until = now(played) + 120.0
-        give_notice(played, home, 120.0)
-        await played.until(lambda: hosts_of(played, "high") == [other], "moved", 60.0)
-        await played.until(lambda: played.host(0 if home == FIRST else 1)["leased"] == 0, "empty", 100.0)
-        assert now(played) <= until - STOP_S
-        assert played.ready("low") == []
-
-    play(tmp_path, FULL, story, load_s=5.0)
+    (home,), (other,) = hosts_of(played, "high"), hosts_of(played, "low")
+    until = now(played) + 120.0
+    give_notice(played, home, 120.0)
+    await played.until(lambda: hosts_of(played, "high") == [other], "moved", 60.0)
+    await played.until(lambda: played.host(0 if home == FIRST else 1)["leased"] == 0, "empty", 100.0)
+    assert now(played) <= until - STOP_S
+    assert played.ready("low") == []
 
 
-def test_a_host_without_another_is_empty_before_its_end(tmp_path: Path) -> None:
+@settled_fleet(
+    FULL.replace(", count: 2", "").replace("  low: {engine: echo, tp_degree: 24, priority: 1}\n", ""), drain_s=1000.0
+)
+async def test_a_host_without_another_is_empty_before_its_end(played: Played) -> None:
     """Even if requests do not end: they have half of the notice, then the process is stopped."""
-    text = FULL.replace(", count: 2", "").replace("  low: {engine: echo, tp_degree: 24, priority: 1}\n", "")
-
-    async def story(played: Played) -> None:
-        until = now(played) + 60.0
-        give_notice(played, FIRST, 60.0)
-        await played.until(lambda: not played.ready("high"), "drained", 30.0)
-        assert until - 45.0 < now(played) < until - 30.0
-        await played.until(lambda: played.host()["leased"] == 0, "empty", 60.0)
-        assert now(played) <= until
-        assert "NotMoved" in played.happened()
-
-    play(tmp_path, text, story, drain_s=1000.0)
+    until = now(played) + 60.0
+    give_notice(played, FIRST, 60.0)
+    await played.until(lambda: not played.ready("high"), "drained", 30.0)
+    assert until - 45.0 < now(played) < until - 30.0
+    await played.until(lambda: played.host()["leased"] == 0, "empty", 60.0)
+    assert now(played) <= until
+    assert "NotMoved" in played.happened()
 
 
-def test_a_notice_without_a_deadline_moves_replicas_one_by_one(tmp_path: Path) -> None:
+@settled_fleet(ROOMY, load_s=5.0)
+async def test_a_notice_without_a_deadline_moves_replicas_one_by_one(played: Played) -> None:
     """A recommendation to rebalance; when it is over, the host is used again."""
-
-    async def story(played: Played) -> None:
-        home = hosts_of(played, "a")[0]
-        give_notice(played, home, None, "rebalance recommendation")
-        await played.until(lambda: home not in hosts_of(played, "a") and played.is_settled(), "moved", 60.0)
-        with pytest.raises(OperationRefused) as refused:
-            await played.operator.cordon(home, None, False, "tester")
-        assert refused.value.problem.id == "host-leaving"
-        played.cluster.notices.clear()
-        await played.until(lambda: "HostStays" in played.happened(), "over", 10.0)
-        host = next(host for host in played.controller.status().hosts if host.name == home)
-        assert (host.cordoned, host.leaving) == ([], None)
-
-    play(tmp_path, ROOMY, story, load_s=5.0)
-
-
-def test_a_host_that_ends_stays_cordoned_until_another_machine_replaces_it(tmp_path: Path) -> None:
-    """A lost host has no report, so nothing is decided for it."""
-
-    async def story(played: Played) -> None:
-        give_notice(played, SECOND, 30.0)
-        await played.until(lambda: "HostLeaving" in played.happened(), "leaving", 10.0)
-        await played.cluster.lose(SECOND)
-        await played.until(lambda: played.host(1)["lost"], "lost", 10.0)
-        played.cluster.notices.clear()
-        await played.until(lambda: now(played) > 60.0, "later", 100.0)
-        assert played.host(1)["cordoned"] == "all"
-        played.cluster.lost_now.clear()
-        await played.until(lambda: played.host(1)["cordoned"] == [], "used again", 10.0)
-
-    play(tmp_path, ROOMY, story)
-
-
-def test_an_operators_deadline_empties_a_host_that_has_no_other(tmp_path: Path) -> None:
-    """Without one it is refused. `uncordon` ends it."""
-
-    async def story(played: Played) -> None:
-        (home,) = hosts_of(played, "low")
-        with pytest.raises(OperationRefused) as refused:
-            await played.operator.drain(home, "tester")
-        assert refused.value.problem.id == "drain-no-room"
-        with pytest.raises(OperationRefused) as refused:
-            await played.operator.drain("low/0", "tester", 60.0)
-        assert refused.value.problem.id == "deadline-of-replica"
-        await played.operator.drain(home, "tester", 60.0)
-        await played.until(lambda: not played.model("low")["replicas"], "empty", 60.0)
+    home = hosts_of(played, "a")[0]
+    give_notice(played, home, None, "rebalance recommendation")
+    await played.until(lambda: home not in hosts_of(played, "a") and played.is_settled(), "moved", 60.0)
+    with pytest.raises(OperationRefused) as refused:
         await played.operator.cordon(home, None, False, "tester")
-        await played.settled()
+    assert refused.value.problem.id == "host-leaving"
+    played.cluster.notices.clear()
+    await played.until(lambda: "HostStays" in played.happened(), "over", 10.0)
+    host = next(host for host in played.controller.status().hosts if host.name == home)
+    assert (host.cordoned, host.leaving) == ([], None)
 
-    play(tmp_path, FULL, story)
+
+@settled_fleet(ROOMY)
+async def test_a_host_that_ends_stays_cordoned_until_another_machine_replaces_it(played: Played) -> None:
+    """A lost host has no report, so nothing is decided for it."""
+    give_notice(played, SECOND, 30.0)
+    await played.until(lambda: "HostLeaving" in played.happened(), "leaving", 10.0)
+    await played.cluster.lose(SECOND)
+    await played.until(lambda: played.host(1)["lost"], "lost", 10.0)
+    played.cluster.notices.clear()
+    await played.until(lambda: now(played) > 60.0, "later", 100.0)
+    assert played.host(1)["cordoned"] == "all"
+    played.cluster.lost_now.clear()
+    await played.until(lambda: played.host(1)["cordoned"] == [], "used again", 10.0)
+
+
+@settled_fleet(FULL)
+async def test_an_operators_deadline_empties_a_host_that_has_no_other(played: Played) -> None:
+    """Without one it is refused. `uncordon` ends it."""
+    (home,) = hosts_of(played, "low")
+    with pytest.raises(OperationRefused) as refused:
+        await played.operator.drain(home, "tester")
+    assert refused.value.problem.id == "drain-no-room"
+    with pytest.raises(OperationRefused) as refused:
+        await played.operator.drain("low/0", "tester", 60.0)
+    assert refused.value.problem.id == "deadline-of-replica"
+    await played.operator.drain(home, "tester", 60.0)
+    await played.until(lambda: not played.model("low")["replicas"], "empty", 60.0)
+    await played.operator.cordon(home, None, False, "tester")
+    await played.settled()
 
 
 UNTIL = st.none() | st.floats(0.0, 1e4)

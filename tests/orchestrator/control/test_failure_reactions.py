@@ -13,7 +13,7 @@ from orchestrator.fleet.snapshot import BREAKER_PAUSE_S
 from orchestrator.records.journal import Journal
 from orchestrator.state.quarantine import SET_ASIDE_S, cores_of_devices
 from placements.facts.topology import TOPOLOGIES, Host
-from tests.orchestrator.fakes import FakeCluster, Played, play, virtually
+from tests.orchestrator.fakes import FakeCluster, Played, starting_fleet, virtually
 from workers.messages.status import Failure, Phase, Reaction, ServerLoad
 
 SPEC = """\
@@ -283,27 +283,22 @@ async def test_a_server_that_queues_is_reported_once(tmp_path: Path) -> None:
         assert fleet.replica("a/0")["server"] == {"kv_usage": 0.99, "waiting": 3, "preemptions": 7, "queues": True}
 
 
-def test_requests_are_held_for_a_replica_that_comes_back_within_the_hold_time(tmp_path: Path) -> None:
+@starting_fleet("hosts: {emulate: inf2.xlarge}\nmodels: {m: {engine: echo, scaling: {hold_s: 30}}}\n", load_s=2.0)
+async def test_requests_are_held_for_a_replica_that_comes_back_within_the_hold_time(played: Played) -> None:
     """Also in the pauses after the second kill and later ones; not for a version that has never served."""
-    spec = "hosts: {emulate: inf2.xlarge}\nmodels: {m: {engine: echo, scaling: {hold_s: 30}}}\n"
 
-    async def story(played: Played) -> None:
-        def route() -> ModelRoutes:
-            return played.controller.routes().models[0]
+    def route() -> ModelRoutes:
+        return played.controller.routes().models[0]
 
-        assert not route().holds
-        await played.settled()
-        for kill in range(1, 5):
-            await played.cluster.find("m/0").die("killed")
-            await played.until(lambda: not route().replicas, "it is gone", 5)
-            assert route().holds, kill
-            assert route().required
-            await played.settled()
-        played.cluster.broken[played.controller.state.current.versions["m"]] = Failure("x", "broken")
+    assert not route().holds
+    await played.settled()
+    for kill in range(1, 5):
         await played.cluster.find("m/0").die("killed")
-        await played.until(lambda: played.replica("m/0")["pause_s"] == BREAKER_PAUSE_S, "the breaker is open", 600)
-        assert not route().holds
-
-    cluster = FakeCluster()
-    cluster.load_s = 2.0
-    play(tmp_path, cluster, spec, story)
+        await played.until(lambda: not route().replicas, "it is gone", 5)
+        assert route().holds, kill
+        assert route().required
+        await played.settled()
+    played.cluster.broken[played.controller.state.current.versions["m"]] = Failure("x", "broken")
+    await played.cluster.find("m/0").die("killed")
+    await played.until(lambda: played.replica("m/0")["pause_s"] == BREAKER_PAUSE_S, "the breaker is open", 600)
+    assert not route().holds

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +13,7 @@ from orchestrator.fleet.gateway_places import ClusterMachine, GatewayPlace, want
 from orchestrator.fleet.key_usage import KeyUsage, KeyUsageExchange
 from orchestrator.process.home import FleetRecord
 from orchestrator.scaling.demand_report import DemandReport, DemandWindow
-from tests.orchestrator.fakes import FakeCluster, Played, virtually
+from tests.orchestrator.fakes import Played, settled_fleet
 from workers.messages.notice import Notice
 
 SPEC = """\
@@ -64,16 +62,6 @@ def test_each_machine_has_its_gateway_by_the_setting(places_on: str, ended: tupl
     assert sorted(place.label for place in wanted_gateways(places_on, MACHINES, ended)) == list(labels)
 
 
-def play(tmp_path: Path, story: Callable[[Played, FakeCluster], Coroutine[Any, Any, None]]) -> None:
-    async def live() -> None:
-        cluster = FakeCluster()
-        async with Played(tmp_path, cluster, SPEC, record=RECORD) as played:
-            await played.settled()
-            await story(played, cluster)
-
-    virtually(live)
-
-
 async def reported(played: Played, *hosts: str, seconds: float = 0.0, **fields: Any) -> None:
     """The gateways of these hosts report each second."""
     for number in range(1 + round(seconds)):
@@ -87,64 +75,53 @@ def states(played: Played) -> dict[str, str]:
     return {str(gateway.host): gateway.state for gateway in played.controller.status().gateways}
 
 
-def test_gateways_follow_the_hosts(tmp_path: Path) -> None:
+@settled_fleet(SPEC, record=RECORD)
+async def test_gateways_follow_the_hosts(played: Played) -> None:
     """A lost host has none, and one that joins again gets one on its new Ray node."""
-
-    async def story(played: Played, cluster: FakeCluster) -> None:
-        both = frozenset({GatewayPlace(f"m-{host}", "1") for host in HOSTS})
-        assert cluster.gateways == both
-        await cluster.lose(HOSTS[1])
-        await asyncio.sleep(3.0)
-        assert cluster.gateways == {GatewayPlace(f"m-{HOSTS[0]}", "1")}
-        cluster.lost_now.clear()
-        cluster.nodes[HOSTS[1]] = "2"
-        await asyncio.sleep(5.0)
-        assert cluster.gateways == {GatewayPlace(f"m-{HOSTS[0]}", "1"), GatewayPlace(f"m-{HOSTS[1]}", "2")}
-
-    play(tmp_path, story)
+    both = frozenset({GatewayPlace(f"m-{host}", "1") for host in HOSTS})
+    assert played.cluster.gateways == both
+    await played.cluster.lose(HOSTS[1])
+    await asyncio.sleep(3.0)
+    assert played.cluster.gateways == {GatewayPlace(f"m-{HOSTS[0]}", "1")}
+    played.cluster.lost_now.clear()
+    played.cluster.nodes[HOSTS[1]] = "2"
+    await asyncio.sleep(5.0)
+    assert played.cluster.gateways == {GatewayPlace(f"m-{HOSTS[0]}", "1"), GatewayPlace(f"m-{HOSTS[1]}", "2")}
 
 
-def test_gateways_that_do_not_report_are_started_again(tmp_path: Path) -> None:
+@settled_fleet(SPEC, record=RECORD)
+async def test_gateways_that_do_not_report_are_started_again(played: Played) -> None:
     """Serve may have been shut down by others. While all report, Serve is left alone."""
-
-    async def story(played: Played, cluster: FakeCluster) -> None:
-        await reported(played, *HOSTS)
-        cluster.gateways = frozenset()
-        await reported(played, *HOSTS, seconds=60.0)
-        assert states(played) == dict.fromkeys(HOSTS, "ready")
-        assert not cluster.gateways
-        await reported(played, HOSTS[0], seconds=45.0)
-        assert len(cluster.gateways) == 2
-        assert states(played) == {HOSTS[0]: "ready", HOSTS[1]: "starting"}
-
-    play(tmp_path, story)
+    await reported(played, *HOSTS)
+    played.cluster.gateways = frozenset()
+    await reported(played, *HOSTS, seconds=60.0)
+    assert states(played) == dict.fromkeys(HOSTS, "ready")
+    assert not played.cluster.gateways
+    await reported(played, HOSTS[0], seconds=45.0)
+    assert len(played.cluster.gateways) == 2
+    assert states(played) == {HOSTS[0]: "ready", HOSTS[1]: "starting"}
 
 
-def test_a_host_that_ends_sends_its_clients_away_until_shortly_before_its_end(tmp_path: Path) -> None:
-    async def story(played: Played, cluster: FakeCluster) -> None:
-        cluster.notices[HOSTS[1]] = Notice(cause="spot interruption", until=played.controller.state.wall() + 60.0)
-        await reported(played, *HOSTS, seconds=20.0)
-        assert played.controller.routes().draining == [f"m-{HOSTS[1]}"]
-        assert states(played) == {HOSTS[0]: "ready", HOSTS[1]: "draining"}
-        assert len(cluster.gateways) == 2, "it answers its last requests"
-        await reported(played, *HOSTS, seconds=40.0)
-        assert cluster.gateways == {GatewayPlace(f"m-{HOSTS[0]}", "1")}
-
-    play(tmp_path, story)
+@settled_fleet(SPEC, record=RECORD)
+async def test_a_host_that_ends_sends_its_clients_away_until_shortly_before_its_end(played: Played) -> None:
+    played.cluster.notices[HOSTS[1]] = Notice(cause="spot interruption", until=played.controller.state.wall() + 60.0)
+    await reported(played, *HOSTS, seconds=20.0)
+    assert played.controller.routes().draining == [f"m-{HOSTS[1]}"]
+    assert states(played) == {HOSTS[0]: "ready", HOSTS[1]: "draining"}
+    assert len(played.cluster.gateways) == 2, "it answers its last requests"
+    await reported(played, *HOSTS, seconds=40.0)
+    assert played.cluster.gateways == {GatewayPlace(f"m-{HOSTS[0]}", "1")}
 
 
-def test_one_gateway_exports_the_metrics_of_the_fleet(tmp_path: Path) -> None:
+@settled_fleet(SPEC, record=RECORD)
+async def test_one_gateway_exports_the_metrics_of_the_fleet(played: Played) -> None:
     """Another one does after its end."""
-
-    async def story(played: Played, cluster: FakeCluster) -> None:
-        first, second = (f"m-{host}" for host in HOSTS)
-        await reported(played, *HOSTS)
-        assert await played.controller.metrics(first)
-        assert not await played.controller.metrics(second)
-        await reported(played, HOSTS[1], seconds=12.0)
-        assert await played.controller.metrics(second)
-
-    play(tmp_path, story)
+    first, second = (f"m-{host}" for host in HOSTS)
+    await reported(played, *HOSTS)
+    assert await played.controller.metrics(first)
+    assert not await played.controller.metrics(second)
+    await reported(played, HOSTS[1], seconds=12.0)
+    assert await played.controller.metrics(second)
 
 
 REPORTS = st.lists(
@@ -189,13 +166,10 @@ def test_live_requests_count_at_other_gateways_until_their_gateway_is_forgotten(
     assert exchange.receive("g3", []) == [KeyUsage("k", live=1)]
 
 
-def test_a_host_is_busy_while_its_gateway_has_requests(tmp_path: Path) -> None:
+@settled_fleet(SPEC, record=RECORD)
+async def test_a_host_is_busy_while_its_gateway_has_requests(played: Played) -> None:
     """Also without a replica: its machine must not be stopped."""
-
-    async def story(played: Played, cluster: FakeCluster) -> None:
-        before = {host.name: host.busy for host in played.controller.status().hosts}
-        await reported(played, HOSTS[1], models=[DemandWindow(model="a", waiting=1, live=2)])
-        busy = {host.name: host.busy for host in played.controller.status().hosts}
-        assert busy == {**before, HOSTS[1]: before[HOSTS[1]] + 3}
-
-    play(tmp_path, story)
+    before = {host.name: host.busy for host in played.controller.status().hosts}
+    await reported(played, HOSTS[1], models=[DemandWindow(model="a", waiting=1, live=2)])
+    busy = {host.name: host.busy for host in played.controller.status().hosts}
+    assert busy == {**before, HOSTS[1]: before[HOSTS[1]] + 3}

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 
 from orchestrator.api.schemas import OperationRefused
 from orchestrator.fleet.fleet_status import HostInFleet
-from tests.orchestrator.fakes import FakeCluster, Played
-from tests.orchestrator.fakes import play as play_on
+from tests.orchestrator.fakes import Played, settled_fleet
 
 HOSTS = ["inf2.48xlarge/0", "inf2.48xlarge/1"]
 ROOMY = """\
@@ -28,18 +25,6 @@ hosts: {emulate: inf2.48xlarge, count: 2}
 models:
   a: {engine: echo, tp_degree: 24, replicas: 2}
 """
-
-
-def play(tmp_path: Path, text: str, story: Callable[[Played], Coroutine[Any, Any, None]]) -> None:
-    """A story that begins when every replica is ready. A start takes 20 s."""
-    cluster = FakeCluster()
-    cluster.load_s = 20.0
-
-    async def settled(played: Played) -> None:
-        await played.settled()
-        await story(played)
-
-    play_on(tmp_path, cluster, text, settled)
 
 
 def host(played: Played, name: str) -> HostInFleet:
@@ -60,42 +45,36 @@ async def reached(played: Played, condition: Callable[[], bool], least: dict[str
 @pytest.mark.parametrize(
     ("text", "deadline_s", "least"), [(ROOMY, None, {"a": 3, "b": 1}), (FULL, 60.0, {"a": 1})], ids=["roomy", "full"]
 )
-def test_every_host_is_emptied_in_turn_while_each_model_serves(
-    tmp_path: Path, text: str, deadline_s: float | None, least: dict[str, int]
+@settled_fleet(lambda text: text, load_s=20.0)
+async def test_every_host_is_emptied_in_turn_while_each_model_serves(
+    played: Played, text: str, deadline_s: float | None, least: dict[str, int]
 ) -> None:
     """With all replicas; or with one, where the other host has no room and the operator allows it."""
-
-    async def story(played: Played) -> None:
-        for name in HOSTS:
-            drained = await played.operator.drain(name, "tester", deadline_s, keep_served=True)
-            assert isinstance(drained, HostInFleet)
-            assert (drained.draining, drained.busy > 0) == (True, True)
-            await reached(played, lambda: not host(played, name).busy, least)  # noqa: B023
-            assert name not in {replica.config.host for replica in played.cluster.living()}
-            await played.operator.cordon(name, None, False, "tester")
-            assert not played.controller.status().settled, "its new plan is not made yet"
-            await reached(played, lambda: played.controller.status().settled, least)
-        for model, count in {"a": 3, "b": 1}.items() if text is ROOMY else {"a": 2}.items():
-            assert len(played.ready(model)) == count
-
-    play(tmp_path, text, story)
+    for name in HOSTS:
+        drained = await played.operator.drain(name, "tester", deadline_s, keep_served=True)
+        assert isinstance(drained, HostInFleet)
+        assert (drained.draining, drained.busy > 0) == (True, True)
+        await reached(played, lambda: not host(played, name).busy, least)  # noqa: B023
+        assert name not in {replica.config.host for replica in played.cluster.living()}
+        await played.operator.cordon(name, None, False, "tester")
+        assert not played.controller.status().settled, "its new plan is not made yet"
+        await reached(played, lambda: played.controller.status().settled, least)
+    for model, count in {"a": 3, "b": 1}.items() if text is ROOMY else {"a": 2}.items():
+        assert len(played.ready(model)) == count
 
 
-def test_a_host_without_another_place_is_refused(tmp_path: Path) -> None:
+@settled_fleet(ROOMY.replace(", count: 2", ""), load_s=20.0)
+async def test_a_host_without_another_place_is_refused(played: Played) -> None:
     """With a deadline only if `keep_served` is set, and a model would have no replica at all."""
-
-    async def story(played: Played) -> None:
-        before = played.journal.state()
-        for deadline_s in (None, 60.0):
-            with pytest.raises(OperationRefused) as refused:
-                await played.operator.drain(HOSTS[0], "tester", deadline_s, keep_served=True)
-            assert refused.value.problem.id == "drain-no-room"
-            assert "a/" in refused.value.problem.what
-        assert played.journal.state() == before
-        await played.operator.drain(HOSTS[0], "tester", 60.0)
-        await played.until(lambda: not host(played, HOSTS[0]).busy, "empty", 100)
-
-    play(tmp_path, ROOMY.replace(", count: 2", ""), story)
+    before = played.journal.state()
+    for deadline_s in (None, 60.0):
+        with pytest.raises(OperationRefused) as refused:
+            await played.operator.drain(HOSTS[0], "tester", deadline_s, keep_served=True)
+        assert refused.value.problem.id == "drain-no-room"
+        assert "a/" in refused.value.problem.what
+    assert played.journal.state() == before
+    await played.operator.drain(HOSTS[0], "tester", 60.0)
+    await played.until(lambda: not host(played, HOSTS[0]).busy, "empty", 100)
 
 
 PRIORITIES = """\
@@ -108,43 +87,34 @@ models:
 
 
 @pytest.mark.parametrize("deadline_s", [None, 60.0])
-def test_a_drain_that_would_cost_another_model_its_last_replica_is_refused(
-    tmp_path: Path, deadline_s: float | None
+@settled_fleet(PRIORITIES, load_s=20.0)
+async def test_a_drain_that_would_cost_another_model_its_last_replica_is_refused(
+    played: Played, deadline_s: float | None
 ) -> None:
     """A model of a higher priority would take its cores."""
-
-    async def story(played: Played) -> None:
-        (lying,) = [replica["host"] for replica in played.ready("high")]
-        with pytest.raises(OperationRefused) as refused:
-            await played.operator.drain(lying, "tester", deadline_s, keep_served=True)
-        assert (refused.value.problem.id, "low/0" in refused.value.problem.what) == ("drain-no-room", True)
-
-    play(tmp_path, PRIORITIES, story)
+    (lying,) = [replica["host"] for replica in played.ready("high")]
+    with pytest.raises(OperationRefused) as refused:
+        await played.operator.drain(lying, "tester", deadline_s, keep_served=True)
+    assert (refused.value.problem.id, "low/0" in refused.value.problem.what) == ("drain-no-room", True)
 
 
-def test_replicas_stay_while_room_is_lost_during_a_drain(tmp_path: Path) -> None:
+@settled_fleet(ROOMY, load_s=20.0)
+async def test_replicas_stay_while_room_is_lost_during_a_drain(played: Played) -> None:
     """They serve where they are: to stop them would free no core for their successors."""
-
-    async def story(played: Played) -> None:
-        await played.operator.drain(HOSTS[0], "tester")
-        await played.cluster.lose(HOSTS[1])
-        await asyncio.sleep(300)
-        assert host(played, HOSTS[0]).busy
-        assert (len(played.ready("a")), len(played.ready("b"))) == (3, 1)
-        played.cluster.lost_now.clear()
-        await reached(played, lambda: not host(played, HOSTS[0]).busy, {"a": 3, "b": 1})
-
-    play(tmp_path, ROOMY, story)
+    await played.operator.drain(HOSTS[0], "tester")
+    await played.cluster.lose(HOSTS[1])
+    await asyncio.sleep(300)
+    assert host(played, HOSTS[0]).busy
+    assert (len(played.ready("a")), len(played.ready("b"))) == (3, 1)
+    played.cluster.lost_now.clear()
+    await reached(played, lambda: not host(played, HOSTS[0]).busy, {"a": 3, "b": 1})
 
 
-def test_a_restarted_host_has_another_node(tmp_path: Path) -> None:
+@settled_fleet(ROOMY, load_s=20.0)
+async def test_a_restarted_host_has_another_node(played: Played) -> None:
     """Also if its loss was never noticed."""
-
-    async def story(played: Played) -> None:
-        before = host(played, HOSTS[0]).node
-        assert before is not None
-        played.cluster.nodes[HOSTS[0]] = "restarted"
-        await played.until(lambda: host(played, HOSTS[0]).node == "restarted", "seen", 30)
-        assert before != "restarted"
-
-    play(tmp_path, ROOMY, story)
+    before = host(played, HOSTS[0]).node
+    assert before is not None
+    played.cluster.nodes[HOSTS[0]] = "restarted"
+    await played.until(lambda: host(played, HOSTS[0]).node == "restarted", "seen", 30)
+    assert before != "restarted"

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -21,8 +19,7 @@ from placements.facts.machine import Machine
 from placements.planner.host_groups import host_groups, kept_hosts
 from placements.planner.spec_hosts import hosts_for
 from placements.spec.parse import parse
-from tests.orchestrator.fakes import FakeCluster, Played, virtually
-from tests.orchestrator.fakes import play as play_on
+from tests.orchestrator.fakes import FakeCluster, Played, starting_fleet, virtually
 from workers.messages.notice import Notice
 
 FIRST, SECOND, THIRD = (f"inf2.48xlarge/{i}" for i in range(3))
@@ -43,13 +40,6 @@ models:
 """
 
 
-def play(tmp_path: Path, text: str, story: Callable[[Played], Coroutine[Any, Any, None]], **cluster: Any) -> None:
-    fake = FakeCluster()
-    for name, value in cluster.items():
-        setattr(fake, name, value)
-    play_on(tmp_path, fake, text, story)
-
-
 def hosts(played: Played) -> dict[str, str]:
     return {host.name: "starting" if host.starting else "ready" for host in played.controller.status().hosts}
 
@@ -58,148 +48,120 @@ async def scale(played: Played, count: int | None) -> None:
     await played.operator.scale("a", count, by="tester")
 
 
-def test_a_machine_is_requested_for_a_replica_without_a_place_and_given_back(tmp_path: Path) -> None:
+@starting_fleet(SPEC, machine_s=30.0)
+async def test_a_machine_is_requested_for_a_replica_without_a_place_and_given_back(played: Played) -> None:
     """The replica serves once the machine has joined. When it is not wanted any more, its host is given back, and the
     fleet keeps its least number."""
-
-    async def story(played: Played) -> None:
-        await played.settled()
-        assert hosts(played) == {FIRST: "ready"}
-        await scale(played, 2)
-        await played.until(lambda: hosts(played).get(SECOND) == "starting", "requested", 5.0)
-        await played.until(lambda: len(played.ready("a")) == 2, "served", 60.0)
-        assert hosts(played) == {FIRST: "ready", SECOND: "ready"}
-        await scale(played, 1)
-        await played.until(lambda: len(hosts(played)) == 1, "given back", 3 * SPARE_S)
-        await asyncio.sleep(3600.0)
-        assert len(played.ready("a")) == len(hosts(played)) == 1
-        kinds = [kind for kind in played.happened() if kind.startswith("Host")]
-        assert kinds == ["HostRequested", "HostJoined", "HostLeaving", "HostReleased"]
-
-    play(tmp_path, SPEC, story, machine_s=30.0)
+    await played.settled()
+    assert hosts(played) == {FIRST: "ready"}
+    await scale(played, 2)
+    await played.until(lambda: hosts(played).get(SECOND) == "starting", "requested", 5.0)
+    await played.until(lambda: len(played.ready("a")) == 2, "served", 60.0)
+    assert hosts(played) == {FIRST: "ready", SECOND: "ready"}
+    await scale(played, 1)
+    await played.until(lambda: len(hosts(played)) == 1, "given back", 3 * SPARE_S)
+    await asyncio.sleep(3600.0)
+    assert len(played.ready("a")) == len(hosts(played)) == 1
+    kinds = [kind for kind in played.happened() if kind.startswith("Host")]
+    assert kinds == ["HostRequested", "HostJoined", "HostLeaving", "HostReleased"]
 
 
-def test_a_machine_that_is_given_back_takes_its_cordon_along(tmp_path: Path) -> None:
+@starting_fleet(SPEC)
+async def test_a_machine_that_is_given_back_takes_its_cordon_along(played: Played) -> None:
     """The next machine with the host's name is another one."""
-
-    async def story(played: Played) -> None:
-        await scale(played, 2)
-        await played.until(lambda: len(played.ready("a")) == 2, "served", 60.0)
-        await played.operator.cordon(SECOND, "3", on=True, by="tester")
-        await scale(played, 1)
-        await played.until(lambda: len(hosts(played)) == 1, "given back", 3 * SPARE_S)
-        await scale(played, 3)
-        await played.until(lambda: len(played.ready("a")) == 3, "served by all hosts of the spec", 60.0)
-
-    play(tmp_path, SPEC, story)
+    await scale(played, 2)
+    await played.until(lambda: len(played.ready("a")) == 2, "served", 60.0)
+    await played.operator.cordon(SECOND, "3", on=True, by="tester")
+    await scale(played, 1)
+    await played.until(lambda: len(hosts(played)) == 1, "given back", 3 * SPARE_S)
+    await scale(played, 3)
+    await played.until(lambda: len(played.ready("a")) == 3, "served by all hosts of the spec", 60.0)
 
 
-def test_a_replica_that_waits_for_its_machine_has_cores_for_the_autoscaler(tmp_path: Path) -> None:
+@starting_fleet(SPEC, machine_s=600.0)
+async def test_a_replica_that_waits_for_its_machine_has_cores_for_the_autoscaler(played: Played) -> None:
     """Without any, a replica on hosts with a price would be dropped and requested anew with each decision."""
-
-    async def story(played: Played) -> None:
-        await played.settled()
-        await scale(played, 2)
-        await played.until(lambda: hosts(played).get(SECOND) == "starting", "requested", 5.0)
-        assert played.controller.scaler.fleet_now().models[0].places == ((0, 0), (1, 0))
-
-    play(tmp_path, SPEC, story, machine_s=600.0)
+    await played.settled()
+    await scale(played, 2)
+    await played.until(lambda: hosts(played).get(SECOND) == "starting", "requested", 5.0)
+    assert played.controller.scaler.fleet_now().models[0].places == ((0, 0), (1, 0))
 
 
-def test_a_host_that_leaves_stays_when_a_replica_needs_it(tmp_path: Path) -> None:
+@starting_fleet(SPEC)
+async def test_a_host_that_leaves_stays_when_a_replica_needs_it(played: Played) -> None:
     """The new replica is placed there at once, and no machine is requested."""
-
-    async def story(played: Played) -> None:
-        await scale(played, 2)
-        await played.until(lambda: len(played.ready("a")) == 2, "served", 60.0)
-        played.cluster.drain_s = 600.0
-        await scale(played, 1)
-        await played.until(lambda: "HostLeaving" in played.happened(), "leaving", 3 * SPARE_S)
-        await scale(played, 2)
-        await played.until(lambda: len(played.ready("a")) == 2, "served again", 700.0)
-        kinds = [kind for kind in played.happened() if kind.startswith("Host")]
-        assert kinds == ["HostRequested", "HostJoined", "HostLeaving", "HostStays"]
-
-    play(tmp_path, SPEC, story)
+    await scale(played, 2)
+    await played.until(lambda: len(played.ready("a")) == 2, "served", 60.0)
+    played.cluster.drain_s = 600.0
+    await scale(played, 1)
+    await played.until(lambda: "HostLeaving" in played.happened(), "leaving", 3 * SPARE_S)
+    await scale(played, 2)
+    await played.until(lambda: len(played.ready("a")) == 2, "served again", 700.0)
+    kinds = [kind for kind in played.happened() if kind.startswith("Host")]
+    assert kinds == ["HostRequested", "HostJoined", "HostLeaving", "HostStays"]
 
 
-def test_the_next_cheapest_type_is_requested_if_machines_of_the_cheapest_one_do_not_start(tmp_path: Path) -> None:
+@starting_fleet(TWO_TYPES, refused_types={"inf2.48xlarge": "no capacity"})
+async def test_the_next_cheapest_type_is_requested_if_machines_of_the_cheapest_one_do_not_start(played: Played) -> None:
     """The reason is an event and part of the status; the request that is not needed any more is withdrawn."""
-
-    async def story(played: Played) -> None:
-        await played.until(lambda: len(played.ready("a")) == 1, "served", 60.0)
-        await played.until(lambda: hosts(played) == {SMALL: "ready"}, "withdrawn", 30.0)
-        events = played.journal.events()
-        refused = [(event.host, event.message) for event in events if event.reason == "HostNotStarted"]
-        assert refused == [(FIRST, "no capacity")]
-        assert played.cluster.requests == {}
-
-    play(tmp_path, TWO_TYPES, story, refused_types={"inf2.48xlarge": "no capacity"})
+    await played.until(lambda: len(played.ready("a")) == 1, "served", 60.0)
+    await played.until(lambda: hosts(played) == {SMALL: "ready"}, "withdrawn", 30.0)
+    events = played.journal.events()
+    refused = [(event.host, event.message) for event in events if event.reason == "HostNotStarted"]
+    assert refused == [(FIRST, "no capacity")]
+    assert played.cluster.requests == {}
 
 
-def test_the_status_says_why_a_replica_waits(tmp_path: Path) -> None:
+@starting_fleet(SPEC.replace("min: 1, max: 3", "min: 0, max: 1"), refused_types={"inf2.48xlarge": "no capacity"})
+async def test_the_status_says_why_a_replica_waits(played: Played) -> None:
     """Its model is loading while a machine is requested, with the reason why it does not start."""
-
-    async def story(played: Played) -> None:
-        await played.until(lambda: hosts(played).get(FIRST) == "starting", "requested", 5.0)
-        await asyncio.sleep(2.0)
-        model, (host,) = played.model("a"), played.controller.status().hosts
-        assert (model["state"], model["reason"]) == (
-            "loading",
-            f"it waits for the requested machine of {FIRST} (no capacity)",
-        )
-        assert host.starting is not None
-        assert (host.lost, host.starting.reason) == (False, "no capacity")
-        await asyncio.sleep(3600.0)
-        assert [kind for kind in played.happened() if kind.startswith("Host")] == ["HostRequested", "HostNotStarted"]
-
-    text = SPEC.replace("min: 1, max: 3", "min: 0, max: 1")
-    play(tmp_path, text, story, refused_types={"inf2.48xlarge": "no capacity"})
+    await played.until(lambda: hosts(played).get(FIRST) == "starting", "requested", 5.0)
+    await asyncio.sleep(2.0)
+    model, (host,) = played.model("a"), played.controller.status().hosts
+    assert (model["state"], model["reason"]) == (
+        "loading",
+        f"it waits for the requested machine of {FIRST} (no capacity)",
+    )
+    assert host.starting is not None
+    assert (host.lost, host.starting.reason) == (False, "no capacity")
+    await asyncio.sleep(3600.0)
+    assert [kind for kind in played.happened() if kind.startswith("Host")] == ["HostRequested", "HostNotStarted"]
 
 
-def test_a_late_machine_is_not_waited_for(tmp_path: Path) -> None:
+@starting_fleet(TWO_TYPES)
+async def test_a_late_machine_is_not_waited_for(played: Played) -> None:
     """Without a reason of Ray's autoscaler, too, the other type is requested after some time. An event says why."""
-
-    async def story(played: Played) -> None:
-        played.cluster.machine_s = 1e6
-        await played.until(lambda: hosts(played) == {FIRST: "starting"}, "requested", 5.0)
-        await asyncio.sleep(LEAST_LATE_S)
-        played.cluster.machine_s = 5.0
-        await played.until(lambda: len(played.ready("a")) == 1, "served", 60.0)
-        late = [event for event in played.journal.events() if event.reason == "HostNotStarted"]
-        assert [(event.host, event.message) for event in late] == [(FIRST, "no machine has joined within 900 s")]
-        await played.until(lambda: hosts(played) == {SMALL: "ready"}, "withdrawn", 30.0)
-
-    play(tmp_path, TWO_TYPES, story)
+    played.cluster.machine_s = 1e6
+    await played.until(lambda: hosts(played) == {FIRST: "starting"}, "requested", 5.0)
+    await asyncio.sleep(LEAST_LATE_S)
+    played.cluster.machine_s = 5.0
+    await played.until(lambda: len(played.ready("a")) == 1, "served", 60.0)
+    late = [event for event in played.journal.events() if event.reason == "HostNotStarted"]
+    assert [(event.host, event.message) for event in late] == [(FIRST, "no machine has joined within 900 s")]
+    await played.until(lambda: hosts(played) == {SMALL: "ready"}, "withdrawn", 30.0)
 
 
-def test_a_lost_host_is_replaced(tmp_path: Path) -> None:
+@starting_fleet(SPEC)
+async def test_a_lost_host_is_replaced(played: Played) -> None:
     """A machine is requested under the name of the lost one."""
-
-    async def story(played: Played) -> None:
-        await played.settled()
-        await played.cluster.lose(FIRST)
-        await played.until(lambda: hosts(played) == {FIRST: "starting"}, "requested", 30.0)
-        await played.until(lambda: len(played.ready("a")) == 1, "served", 60.0)
-        kinds = [kind for kind in played.happened() if kind.startswith("Host")]
-        assert kinds == ["HostLost", "HostJoined"]
-
-    play(tmp_path, SPEC, story)
+    await played.settled()
+    await played.cluster.lose(FIRST)
+    await played.until(lambda: hosts(played) == {FIRST: "starting"}, "requested", 30.0)
+    await played.until(lambda: len(played.ready("a")) == 1, "served", 60.0)
+    kinds = [kind for kind in played.happened() if kind.startswith("Host")]
+    assert kinds == ["HostLost", "HostJoined"]
 
 
-def test_the_replacement_of_a_host_that_ends_is_requested_at_its_notice(tmp_path: Path) -> None:
+@starting_fleet(SPEC)
+async def test_the_replacement_of_a_host_that_ends_is_requested_at_its_notice(played: Played) -> None:
     """The ended host is released, and the fleet keeps its least number."""
-
-    async def story(played: Played) -> None:
-        await played.settled()
-        played.cluster.notices[FIRST] = Notice(cause="spot interruption", until=played.controller.state.wall() + 120.0)
-        await played.until(lambda: hosts(played).get(SECOND) == "ready", "requested", 60.0)
-        await played.until(lambda: [replica["host"] for replica in played.ready("a")] == [SECOND], "moved", 60.0)
-        await played.cluster.lose(FIRST)
-        del played.cluster.notices[FIRST]
-        await played.until(lambda: hosts(played) == {SECOND: "ready"}, "released", 30.0)
-
-    play(tmp_path, SPEC, story)
+    await played.settled()
+    played.cluster.notices[FIRST] = Notice(cause="spot interruption", until=played.controller.state.wall() + 120.0)
+    await played.until(lambda: hosts(played).get(SECOND) == "ready", "requested", 60.0)
+    await played.until(lambda: [replica["host"] for replica in played.ready("a")] == [SECOND], "moved", 60.0)
+    await played.cluster.lose(FIRST)
+    del played.cluster.notices[FIRST]
+    await played.until(lambda: hosts(played) == {SECOND: "ready"}, "released", 30.0)
 
 
 def test_a_restarted_controller_continues_with_the_hosts_that_it_used(tmp_path: Path) -> None:

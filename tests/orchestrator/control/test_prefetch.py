@@ -19,7 +19,7 @@ from orchestrator.fleet.fleet_status import FetchProgress, ReplicaInFleet
 from orchestrator.fleet.progress_text import fetch_text
 from tests.orchestrator.elsewhere import forbid_remote_sources
 from tests.orchestrator.fakefleet import STATUS, replica, status_of
-from tests.orchestrator.fakes import FakeCluster, Played, play
+from tests.orchestrator.fakes import FakeCluster, Played, play, starting_fleet
 from tests.stubs import stub_checkpoint
 from tests.workers.artifacts.test_artifact_fetcher import CONFIG
 from workers.artifacts.fetch.progress import FetchStatus
@@ -60,88 +60,68 @@ def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     forbid_remote_sources(monkeypatch, tmp_path)
 
 
-def test_artifacts_are_fetched_before_the_process_is_requested(tmp_path: Path) -> None:
+@starting_fleet(spec(), fetch_s=150.0, load_s=15.0)
+async def test_artifacts_are_fetched_before_the_process_is_requested(played: Played) -> None:
     """The status shows the progress, and the start deadline does not run; then the replica loads the folder."""
-    cluster = FakeCluster()
-    cluster.fetch_s, cluster.load_s = 150.0, 15.0
-
-    async def story(played: Played) -> None:
-        await played.until(lambda: played.replica("m/0").get("fetch"), "it is fetched", 60.0)
-        replica = played.replica("m/0")
-        assert replica["state"] == "fetching"
-        assert replica["fetch"] == {
-            "source": "s3://models/one",
-            "phase": "fetching",
-            "bytes": 30,
-            "total": 100,
-            "bytes_per_s": 10,
-            "left_s": 7.0,
-            "trouble": None,
-        }
-        assert played.host()["fetches"] == [replica["fetch"]]
-        assert cluster.started == []
-        await played.settled()
-        assert [config.source for config in cluster.started] == ["/store/s3://models/one@1"]
-        assert played.replica("m/0")["load_s"] == pytest.approx(15.0)
-        assert [r for r in played.happened() if r in ("Starting", "Fetching", "Fetched", "Ready", "Failed")] == [
-            "Starting",
-            "Fetching",
-            "Fetched",
-            "Ready",
-        ]
-
-    play(tmp_path, cluster, spec(), story)
+    await played.until(lambda: played.replica("m/0").get("fetch"), "it is fetched", 60.0)
+    replica = played.replica("m/0")
+    assert replica["state"] == "fetching"
+    assert replica["fetch"] == {
+        "source": "s3://models/one",
+        "phase": "fetching",
+        "bytes": 30,
+        "total": 100,
+        "bytes_per_s": 10,
+        "left_s": 7.0,
+        "trouble": None,
+    }
+    assert played.host()["fetches"] == [replica["fetch"]]
+    assert played.cluster.started == []
+    await played.settled()
+    assert [config.source for config in played.cluster.started] == ["/store/s3://models/one@1"]
+    assert played.replica("m/0")["load_s"] == pytest.approx(15.0)
+    assert [r for r in played.happened() if r in ("Starting", "Fetching", "Fetched", "Ready", "Failed")] == [
+        "Starting",
+        "Fetching",
+        "Fetched",
+        "Ready",
+    ]
 
 
-def test_a_failed_fetch_is_retried_unless_its_error_is_permanent(tmp_path: Path) -> None:
+@starting_fleet(spec(), unfetchable={"s3://models/one": Failure("s3-unreachable", "no answer")})
+async def test_a_failed_fetch_is_retried_unless_its_error_is_permanent(played: Played) -> None:
     """The cause is that of the replica, with its id; no process is requested."""
-    cluster = FakeCluster()
-    cluster.unfetchable["s3://models/one"] = Failure("s3-unreachable", "no answer")
-
-    async def story(played: Played) -> None:
-        await played.until(lambda: played.replica("m/0").get("failures") == 3, "it failed three times", 60.0)
-        assert played.replica("m/0")["reason"] == "s3-unreachable: no answer"
-        assert played.happened().count("FetchFailed") == 3
-        cluster.unfetchable["s3://models/one"] = Failure("pickle-refused", "pickled", reaction=Reaction.STOP)
-        await played.until(lambda: played.replica("m/0")["stopped"], "it is given up", 60.0)
-        assert cluster.started == []
-
-    play(tmp_path, cluster, spec(), story)
+    await played.until(lambda: played.replica("m/0").get("failures") == 3, "it failed three times", 60.0)
+    assert played.replica("m/0")["reason"] == "s3-unreachable: no answer"
+    assert played.happened().count("FetchFailed") == 3
+    played.cluster.unfetchable["s3://models/one"] = Failure("pickle-refused", "pickled", reaction=Reaction.STOP)
+    await played.until(lambda: played.replica("m/0")["stopped"], "it is given up", 60.0)
+    assert played.cluster.started == []
 
 
-def test_a_fetch_without_a_waiting_replica_is_stopped(tmp_path: Path) -> None:
+@starting_fleet(spec(), fetch_s=1000.0)
+async def test_a_fetch_without_a_waiting_replica_is_stopped(played: Played) -> None:
     """By an unload, or by its deadline, after which it is retried."""
-    cluster = FakeCluster()
-    cluster.fetch_s = 1000.0
-
-    async def story(played: Played) -> None:
-        await played.until(lambda: cluster.stopped_fetches, "its deadline ended it", 2000.0)
-        await played.until(lambda: len(cluster.fetches) == 2, "it is tried again", 100.0)
-        assert "fetch-deadline: the fetch did not end within 200 s" in played.replica("m/0")["reason"]
-        await played.operator.unload("m", "tester")
-        await played.until(lambda: len(cluster.stopped_fetches) == 2, "stopped", 100.0)
-        await played.until(lambda: not played.model("m")["replicas"], "forgotten", 100.0)
-        assert (cluster.fetching, cluster.started) == ([], [])
-
-    play(tmp_path, cluster, spec(), story)
+    await played.until(lambda: played.cluster.stopped_fetches, "its deadline ended it", 2000.0)
+    await played.until(lambda: len(played.cluster.fetches) == 2, "it is tried again", 100.0)
+    assert "fetch-deadline: the fetch did not end within 200 s" in played.replica("m/0")["reason"]
+    await played.operator.unload("m", "tester")
+    await played.until(lambda: len(played.cluster.stopped_fetches) == 2, "stopped", 100.0)
+    await played.until(lambda: not played.model("m")["replicas"], "forgotten", 100.0)
+    assert (played.cluster.fetching, played.cluster.started) == ([], [])
 
 
-def test_cores_taken_by_another_process_during_a_fetch_are_not_used(tmp_path: Path) -> None:
+@starting_fleet(spec(), fetch_s=30.0)
+async def test_cores_taken_by_another_process_during_a_fetch_are_not_used(played: Played) -> None:
     """They are detected while the replica waits, and the replica starts elsewhere without a failure."""
-    cluster = FakeCluster()
-    cluster.fetch_s = 30.0
-
-    async def story(played: Played) -> None:
-        await played.until(lambda: cluster.fetching, "it is fetched", 60.0)
-        cluster.held[3] = 7  # a stranger's
-        await played.until(lambda: played.host()["quarantine"], "it is seen", 20.0)
-        assert played.replica("m/0")["state"] == "fetching"
-        await played.settled()
-        assert [config.cores for config in cluster.started] == [list(range(8, 16))]
-        assert len(cluster.fetches) == 1
-        assert "Failed" not in played.happened()
-
-    play(tmp_path, cluster, spec(), story)
+    await played.until(lambda: played.cluster.fetching, "it is fetched", 60.0)
+    played.cluster.held[3] = 7  # a stranger's
+    await played.until(lambda: played.host()["quarantine"], "it is seen", 20.0)
+    assert played.replica("m/0")["state"] == "fetching"
+    await played.settled()
+    assert [config.cores for config in played.cluster.started] == [list(range(8, 16))]
+    assert len(played.cluster.fetches) == 1
+    assert "Failed" not in played.happened()
 
 
 @pytest.mark.parametrize("with_progress", [False, True])
@@ -168,94 +148,72 @@ def test_the_old_replica_serves_until_the_new_artifacts_are_complete(
         assert cluster.started[-1].source == "/store/s3://models/two@1"
         assert len(cluster.fetches) == 2
 
-    play(tmp_path, cluster, spec(degree=degree, strategy=strategy), story)
+    play(tmp_path, spec(degree=degree, strategy=strategy), story, cluster=cluster)
 
 
-def test_an_update_with_unavailable_artifacts_is_rolled_back_without_an_interruption(tmp_path: Path) -> None:
+@starting_fleet(spec(degree=24), unfetchable={"s3://models/two": Failure("s3-denied", "no s3:GetObject")})
+async def test_an_update_with_unavailable_artifacts_is_rolled_back_without_an_interruption(played: Played) -> None:
     """After as many failures as failed starts; the status reports them meanwhile."""
-    cluster = FakeCluster()
-    cluster.unfetchable["s3://models/two"] = Failure("s3-denied", "no s3:GetObject")
-
-    async def story(played: Played) -> None:
-        await played.settled()
-        await played.apply(spec("s3://models/two", degree=24))
-        await played.until(
-            lambda: any(preparation["failures"] for preparation in played.model("m")["preparing"]), "reported", 60.0
-        )
-        waiting = played.model("m")["preparing"][0]
-        assert (waiting["host"], waiting["reason"]) == (HOST, "s3-denied: no s3:GetObject")
-        await played.until(lambda: "RolledBack" in played.happened(), "rolled back", 600.0)
-        await played.settled()
-        assert (cluster.drained, len(cluster.started)) == ([], 1)
-        assert played.model("m")["preparing"] == []
-
-    play(tmp_path, cluster, spec(degree=24), story)
+    await played.settled()
+    await played.apply(spec("s3://models/two", degree=24))
+    await played.until(
+        lambda: any(preparation["failures"] for preparation in played.model("m")["preparing"]), "reported", 60.0
+    )
+    waiting = played.model("m")["preparing"][0]
+    assert (waiting["host"], waiting["reason"]) == (HOST, "s3-denied: no s3:GetObject")
+    await played.until(lambda: "RolledBack" in played.happened(), "rolled back", 600.0)
+    await played.settled()
+    assert (played.cluster.drained, len(played.cluster.started)) == ([], 1)
+    assert played.model("m")["preparing"] == []
 
 
-def test_undoing_an_update_stops_its_fetch(tmp_path: Path) -> None:
+@starting_fleet(spec(degree=24))
+async def test_undoing_an_update_stops_its_fetch(played: Played) -> None:
     """Fetched files stay in the store; the old replica is not affected."""
-    cluster = FakeCluster()
-
-    async def story(played: Played) -> None:
-        await played.settled()
-        cluster.fetch_s = 100.0
-        await played.apply(spec("s3://models/two", degree=24))
-        await played.until(lambda: cluster.fetching, "it is fetched", 60.0)
-        await played.operator.undo(None, "tester")
-        await played.until(lambda: cluster.stopped_fetches, "stopped", 60.0)
-        await played.settled()
-        assert (cluster.drained, len(cluster.started)) == ([], 1)
-
-    play(tmp_path, cluster, spec(degree=24), story)
+    await played.settled()
+    played.cluster.fetch_s = 100.0
+    await played.apply(spec("s3://models/two", degree=24))
+    await played.until(lambda: played.cluster.fetching, "it is fetched", 60.0)
+    await played.operator.undo(None, "tester")
+    await played.until(lambda: played.cluster.stopped_fetches, "stopped", 60.0)
+    await played.settled()
+    assert (played.cluster.drained, len(played.cluster.started)) == ([], 1)
 
 
-def test_replicas_of_one_version_load_the_same_content_until_a_manual_restart(tmp_path: Path) -> None:
+@starting_fleet(spec(degree=24))
+async def test_replicas_of_one_version_load_the_same_content_until_a_manual_restart(played: Played) -> None:
     """The source has new content: a restarted replica does not load it, a replaced one does."""
-    cluster = FakeCluster()
-
-    async def story(played: Played) -> None:
-        await played.settled()
-        cluster.contents["s3://models/one"] = "2"
-        await cluster.find("m/0").die("killed")
-        await played.until(lambda: len(cluster.started) == 2, "again", 60.0)
-        await played.settled()
-        await played.operator.restart("m", "tester")
-        await played.until(lambda: len(cluster.started) == 3, "replaced", 60.0)
-        assert [config.source for config in cluster.started] == [f"/store/s3://models/one@{n}" for n in (1, 1, 2)]
-
-    play(tmp_path, cluster, spec(degree=24), story)
+    await played.settled()
+    played.cluster.contents["s3://models/one"] = "2"
+    await played.cluster.find("m/0").die("killed")
+    await played.until(lambda: len(played.cluster.started) == 2, "again", 60.0)
+    await played.settled()
+    await played.operator.restart("m", "tester")
+    await played.until(lambda: len(played.cluster.started) == 3, "replaced", 60.0)
+    assert [config.source for config in played.cluster.started] == [f"/store/s3://models/one@{n}" for n in (1, 1, 2)]
 
 
-def test_changed_content_of_a_version_is_reported(tmp_path: Path) -> None:
+@starting_fleet(spec())
+async def test_changed_content_of_a_version_is_reported(played: Played) -> None:
     """The content that the version loaded first is gone from the host, and the source has changed."""
-    cluster = FakeCluster()
-
-    async def story(played: Played) -> None:
-        await played.settled()
-        cluster.contents["s3://models/one"] = "2"
-        cluster.store.clear()
-        await cluster.find("m/0").die("killed")
-        await played.until(lambda: "SourceChanged" in played.happened(), "reported", 60.0)
-        await played.settled()
-        assert [config.source for config in cluster.started] == [f"/store/s3://models/one@{n}" for n in (1, 2)]
-
-    play(tmp_path, cluster, spec(), story)
+    await played.settled()
+    played.cluster.contents["s3://models/one"] = "2"
+    played.cluster.store.clear()
+    await played.cluster.find("m/0").die("killed")
+    await played.until(lambda: "SourceChanged" in played.happened(), "reported", 60.0)
+    await played.settled()
+    assert [config.source for config in played.cluster.started] == [f"/store/s3://models/one@{n}" for n in (1, 2)]
 
 
-def test_a_restarted_controller_resumes_a_fetch(tmp_path: Path) -> None:
+@starting_fleet(spec(), fetch_s=100.0)
+async def test_a_restarted_controller_resumes_a_fetch(played: Played, tmp_path: Path) -> None:
     """Its replica gets the next epoch, and starts once all files have arrived."""
-    cluster = FakeCluster()
-    cluster.fetch_s = 100.0
-
-    async def story(played: Played) -> None:
-        await played.until(lambda: cluster.fetching, "it is fetched", 60.0)
-        await played.kill()
-        async with Played(tmp_path, cluster, spec(), journal=played.journal) as second:
-            await second.settled()
-            assert [config.epoch for config in cluster.started] == [2]
-            await second.kill()
-
-    play(tmp_path, cluster, spec(), story)
+    await played.until(lambda: played.cluster.fetching, "it is fetched", 60.0)
+    await played.kill()
+    async with Played(tmp_path, played.cluster, spec(), journal=played.journal) as second:
+        await second.settled()
+        assert [config.epoch for config in played.cluster.started] == [2]
+        await second.kill()
 
 
 def test_a_model_is_compiled_ahead_before_a_core_is_claimed(tmp_path: Path) -> None:
@@ -278,115 +236,88 @@ def test_a_model_is_compiled_ahead_before_a_core_is_claimed(tmp_path: Path) -> N
         cluster.uncompiled = {played.controller.state.current.versions["m"]}
         await story(played)
 
-    play(tmp_path, cluster, spec("./m", compiles=True), begun)
+    play(tmp_path, spec("./m", compiles=True), begun, cluster=cluster)
 
 
-def test_a_failed_compilation_fails_the_start_unless_it_needs_a_device(tmp_path: Path) -> None:
+@starting_fleet(spec(compiles=True), uncompilable=Failure("compile-failed", "the compiler crashed"))
+async def test_a_failed_compilation_fails_the_start_unless_it_needs_a_device(played: Played) -> None:
     """Graphs that need a device are compiled by the start itself."""
-    cluster = FakeCluster()
-    cluster.uncompilable = Failure("compile-failed", "the compiler crashed")
-
-    async def story(played: Played) -> None:
-        cluster.uncompiled = {played.controller.state.current.versions["m"]}
-        await played.until(lambda: played.replica("m/0").get("failures") == 1, "it fails", 60.0)
-        assert played.replica("m/0")["reason"] == "compile-failed: the compiler crashed"
-        cluster.uncompilable = Failure("compile-needs-device", "on its cores only")
-        await played.settled()
-
-    play(tmp_path, cluster, spec(compiles=True), story)
+    played.cluster.uncompiled = {played.controller.state.current.versions["m"]}
+    await played.until(lambda: played.replica("m/0").get("failures") == 1, "it fails", 60.0)
+    assert played.replica("m/0")["reason"] == "compile-failed: the compiler crashed"
+    played.cluster.uncompilable = Failure("compile-needs-device", "on its cores only")
+    await played.settled()
 
 
-def test_an_update_in_place_is_compiled_while_the_old_replica_serves(tmp_path: Path) -> None:
+@starting_fleet(spec(degree=24, compiles=True, strategy="in_place"), compile_s=150.0, load_s=5.0)
+async def test_an_update_in_place_is_compiled_while_the_old_replica_serves(played: Played) -> None:
     """The outage is a load, not a compile."""
-    cluster = FakeCluster()
-    cluster.compile_s, cluster.load_s = 150.0, 5.0
-
-    async def story(played: Played) -> None:
-        await played.settled()
-        old = set(played.controller.state.current.versions.values())
-        await played.apply(spec(degree=24, batch=4, compiles=True, strategy="in_place"))
-        cluster.uncompiled = set(played.controller.state.current.versions.values()) - old
-        await played.settled()
-        assert played.happened().index("Compiled") < played.happened().index("Draining")
-        assert len(cluster.compiles) == 1
-
-    play(tmp_path, cluster, spec(degree=24, compiles=True, strategy="in_place"), story)
+    await played.settled()
+    old = set(played.controller.state.current.versions.values())
+    await played.apply(spec(degree=24, batch=4, compiles=True, strategy="in_place"))
+    played.cluster.uncompiled = set(played.controller.state.current.versions.values()) - old
+    await played.settled()
+    assert played.happened().index("Compiled") < played.happened().index("Draining")
+    assert len(played.cluster.compiles) == 1
 
 
 @pytest.mark.parametrize("cache", ["s3://models/neffs", None])
-def test_one_host_compiles_for_all_that_share_a_cache(tmp_path: Path, cache: str | None) -> None:
+@starting_fleet(
+    lambda cache: spec(compiles=True, hosts=2, replicas=2, degree=24) + (f"    neff_cache: {cache}\n" if cache else ""),
+    compile_s=150.0,
+)
+async def test_one_host_compiles_for_all_that_share_a_cache(played: Played, cache: str | None) -> None:
     """The others wait and fetch what it pushes. Without a cache in S3, each compiles."""
-    cluster = FakeCluster()
-    cluster.compile_s = 150.0
-    both = spec(compiles=True, hosts=2, replicas=2, degree=24) + (f"    neff_cache: {cache}\n" if cache else "")
-
-    async def story(played: Played) -> None:
-        cluster.uncompiled = {played.controller.state.current.versions["m"]}
-        await played.settled()
-        assert {config.host for config in cluster.started} == set(cluster.host_names)
-        took = sorted(event.message for event in played.journal.events() if event.reason == "Compiled")
-        assert took == (["ahead, in 1 s", "ahead, in 150 s"] if cache else ["ahead, in 150 s"] * 2)
-        waits = [(event.host, event.message) for event in played.journal.events() if event.reason == "WaitsForCompile"]
-        message = f"{cluster.started[0].host} compiles the same and pushes it to {cache}"
-        assert waits == ([(cluster.started[1].host, message)] if cache else [])
-
-    play(tmp_path, cluster, both, story)
+    played.cluster.uncompiled = {played.controller.state.current.versions["m"]}
+    await played.settled()
+    assert {config.host for config in played.cluster.started} == set(played.cluster.host_names)
+    took = sorted(event.message for event in played.journal.events() if event.reason == "Compiled")
+    assert took == (["ahead, in 1 s", "ahead, in 150 s"] if cache else ["ahead, in 150 s"] * 2)
+    waits = [(event.host, event.message) for event in played.journal.events() if event.reason == "WaitsForCompile"]
+    message = f"{played.cluster.started[0].host} compiles the same and pushes it to {cache}"
+    assert waits == ([(played.cluster.started[1].host, message)] if cache else [])
 
 
-def test_a_host_that_waits_for_a_compilation_compiles_if_that_fails(tmp_path: Path) -> None:
+@starting_fleet(
+    spec(compiles=True, hosts=2, replicas=2, degree=24) + "    neff_cache: s3://models/neffs\n", compile_s=150.0
+)
+async def test_a_host_that_waits_for_a_compilation_compiles_if_that_fails(played: Played) -> None:
     """Whatever the reason: the compiling host may be lost."""
-    cluster = FakeCluster()
-    cluster.compile_s = 150.0
-    both = spec(compiles=True, hosts=2, replicas=2, degree=24) + "    neff_cache: s3://models/neffs\n"
-
-    async def story(played: Played) -> None:
-        cluster.uncompiled = {played.controller.state.current.versions["m"]}
-        await played.until(lambda: "WaitsForCompile" in played.happened(), "one waits", 60.0)
-        first = next(event.host for event in played.journal.events() if event.reason == "WillCompile")
-        cluster.lost_now = {str(first)}
-        await played.until(lambda: played.ready("m"), "the other one serves", 200.0)
-        assert [config.host for config in cluster.started] == [name for name in cluster.host_names if name != first]
-
-    play(tmp_path, cluster, both, story)
+    played.cluster.uncompiled = {played.controller.state.current.versions["m"]}
+    await played.until(lambda: "WaitsForCompile" in played.happened(), "one waits", 60.0)
+    first = next(event.host for event in played.journal.events() if event.reason == "WillCompile")
+    played.cluster.lost_now = {str(first)}
+    await played.until(lambda: played.ready("m"), "the other one serves", 200.0)
+    assert [config.host for config in played.cluster.started] == [
+        name for name in played.cluster.host_names if name != first
+    ]
 
 
-def test_among_equal_hosts_the_one_with_the_model_is_chosen(tmp_path: Path) -> None:
+@starting_fleet(spec(hosts=2), store={"inf2.48xlarge/1": {"s3://models/one@1"}})
+async def test_among_equal_hosts_the_one_with_the_model_is_chosen(played: Played) -> None:
     """The replica starts without a transfer."""
-    cluster = FakeCluster()
-    cluster.store["inf2.48xlarge/1"] = {"s3://models/one@1"}
-
-    async def story(played: Played) -> None:
-        await played.settled()
-        assert ([config.host for config in cluster.started], cluster.fetches) == (["inf2.48xlarge/1"], [])
-        fetched = next(event.message for event in played.journal.events() if event.reason == "Fetched")
-        assert fetched == "0 bytes: 100 bytes were here"
-
-    play(tmp_path, cluster, spec(hosts=2), story)
+    await played.settled()
+    assert ([config.host for config in played.cluster.started], played.cluster.fetches) == (["inf2.48xlarge/1"], [])
+    fetched = next(event.message for event in played.journal.events() if event.reason == "Fetched")
+    assert fetched == "0 bytes: 100 bytes were here"
 
 
-def test_a_replica_that_has_served_restarts_without_a_compile_check(tmp_path: Path) -> None:
+@starting_fleet(spec(compiles=True))
+async def test_a_replica_that_has_served_restarts_without_a_compile_check(played: Played) -> None:
     """The check takes the engine's package some seconds, during which the model does not serve."""
-    cluster = FakeCluster()
-
-    async def story(played: Played) -> None:
-        await played.settled()
-        cluster.uncompiled = {played.controller.state.current.versions["m"]}
-        await cluster.find("m/0").die("killed")
-        await played.until(lambda: len(cluster.started) == 2, "again", 60.0)
-        await played.settled()
-        assert cluster.compiles == []
-
-    play(tmp_path, cluster, spec(compiles=True), story)
+    await played.settled()
+    played.cluster.uncompiled = {played.controller.state.current.versions["m"]}
+    await played.cluster.find("m/0").die("killed")
+    await played.until(lambda: len(played.cluster.started) == 2, "again", 60.0)
+    await played.settled()
+    assert played.cluster.compiles == []
 
 
 # Started while the rest arrives
 
 
-def arriving(fetch_s: float = 100.0) -> FakeCluster:
-    """A cluster whose fetches report their progress."""
-    cluster = FakeCluster()
-    cluster.reports_progress, cluster.fetch_s, cluster.process_s, cluster.load_s = True, fetch_s, 5.0, 3.0
-    return cluster
+# Fetches report their progress.
+ARRIVING = {"reports_progress": True, "fetch_s": 100.0, "process_s": 5.0, "load_s": 3.0}
 
 
 def now() -> float:
@@ -399,10 +330,9 @@ def test_a_process_starts_during_the_last_seconds_of_its_fetch(tmp_path: Path) -
     """
     took = {}
     for with_progress in (False, True):
-        cluster = arriving()
-        cluster.reports_progress = with_progress
 
-        async def story(played: Played, cluster: FakeCluster = cluster, with_progress: bool = with_progress) -> None:
+        async def story(played: Played, with_progress: bool = with_progress) -> None:
+            cluster = played.cluster
             await played.until(lambda: cluster.started, "its process is asked for", 200.0)
             assert now() == pytest.approx(95.0 if with_progress else 100.0, abs=1.5)
             if with_progress:
@@ -416,147 +346,107 @@ def test_a_process_starts_during_the_last_seconds_of_its_fetch(tmp_path: Path) -
             assert [reason for reason in played.happened() if reason in {*expected, "Failed"}] == expected
             assert len(cluster.started) == len(cluster.fetches) == 1
 
-        play(tmp_path / str(with_progress), cluster, spec(), story)
+        play(tmp_path / str(with_progress), spec(), story, **(ARRIVING | {"reports_progress": with_progress}))
     assert took[False] - took[True] == pytest.approx(5.0, abs=1.5)
 
 
 @pytest.mark.parametrize("more", ["    engine_options: {compile: true}\n", "    trust_remote_code: true\n"])
-def test_a_start_that_cannot_wait_for_files_follows_the_fetch(tmp_path: Path, more: str) -> None:
+@starting_fleet(lambda more: spec() + more, **ARRIVING)
+async def test_a_start_that_cannot_wait_for_files_follows_the_fetch(played: Played, more: str) -> None:
     """A compilation ahead of the start, and code of a checkpoint, which may read any file."""
-    cluster = arriving()
-
-    async def story(played: Played) -> None:
-        await played.settled()
-        assert "StartsEarly" not in played.happened()
-
-    play(tmp_path, cluster, spec() + more, story)
+    await played.settled()
+    assert "StartsEarly" not in played.happened()
 
 
-def test_a_broken_fetch_fails_the_waiting_replica(tmp_path: Path) -> None:
+@starting_fleet(spec(), stall_s=50.0, broken_fetch=Failure("s3-unreachable", "no answer"), **ARRIVING)
+async def test_a_broken_fetch_fails_the_waiting_replica(played: Played) -> None:
     """With the cause of the fetch. Its process ends before the next one, which resumes the fetch, is requested."""
-    cluster = arriving()
-    cluster.stall_s, cluster.broken_fetch = 50.0, Failure("s3-unreachable", "no answer")
-
-    async def story(played: Played) -> None:
-        await played.until(lambda: played.replica("m/0").get("failures") == 1, "it failed", 300.0)
-        assert played.replica("m/0")["reason"] == "s3-unreachable: no answer"
-        assert [config.epoch for config in cluster.started] == [1]
-        await played.until(lambda: cluster.ended, "its process is ended", 10.0)
-        cluster.broken_fetch = None
-        await played.settled()
-        assert [config.epoch for config in cluster.started] == [1, 2]
-        assert (len(cluster.living()), cluster.ended) == (1, ["m/0.1"])
-
-    play(tmp_path, cluster, spec(), story)
+    await played.until(lambda: played.replica("m/0").get("failures") == 1, "it failed", 300.0)
+    assert played.replica("m/0")["reason"] == "s3-unreachable: no answer"
+    assert [config.epoch for config in played.cluster.started] == [1]
+    await played.until(lambda: played.cluster.ended, "its process is ended", 10.0)
+    played.cluster.broken_fetch = None
+    await played.settled()
+    assert [config.epoch for config in played.cluster.started] == [1, 2]
+    assert (len(played.cluster.living()), played.cluster.ended) == (1, ["m/0.1"])
 
 
-def test_a_slow_fetch_does_not_count_towards_the_start(tmp_path: Path) -> None:
+@starting_fleet(spec(), stall_s=90.0, **ARRIVING)
+async def test_a_slow_fetch_does_not_count_towards_the_start(played: Played) -> None:
     """Within the fetch deadline: `start_s` is 20 here. No second process is started."""
-    cluster = arriving()
-    cluster.stall_s = 90.0
-
-    async def story(played: Played) -> None:
-        await played.settled()
-        assert now() == pytest.approx(193.0, abs=2.0)
-        assert len(cluster.started) == 1
-        assert "Failed" not in played.happened()
-        assert played.replica("m/0")["load_s"] == pytest.approx(8.0, abs=0.2)
-
-    play(tmp_path, cluster, spec(), story)
+    await played.settled()
+    assert now() == pytest.approx(193.0, abs=2.0)
+    assert len(played.cluster.started) == 1
+    assert "Failed" not in played.happened()
+    assert played.replica("m/0")["load_s"] == pytest.approx(8.0, abs=0.2)
 
 
-def test_a_replica_is_ready_only_after_its_fetch_has_ended(tmp_path: Path) -> None:
+@starting_fleet(spec(), tidy_s=15.0, **ARRIVING)
+async def test_a_replica_is_ready_only_after_its_fetch_has_ended(played: Played) -> None:
     """Even if its process reports ready earlier, since only then the content of the version is known."""
-    cluster = arriving()
-    cluster.tidy_s = 15.0
-
-    async def story(played: Played) -> None:
-        await played.settled()
-        assert now() == pytest.approx(115.0, abs=1.0)
-        assert played.happened().index("Fetched") < played.happened().index("Ready")
-        cluster.contents["s3://models/one"] = "2"
-        await cluster.find("m/0").die("killed")
-        await played.until(lambda: len(cluster.started) == 2, "again", 60.0)
-        assert {config.source for config in cluster.started} == {"/store/s3://models/one@1"}
-
-    play(tmp_path, cluster, spec(), story)
+    await played.settled()
+    assert now() == pytest.approx(115.0, abs=1.0)
+    assert played.happened().index("Fetched") < played.happened().index("Ready")
+    played.cluster.contents["s3://models/one"] = "2"
+    await played.cluster.find("m/0").die("killed")
+    await played.until(lambda: len(played.cluster.started) == 2, "again", 60.0)
+    assert {config.source for config in played.cluster.started} == {"/store/s3://models/one@1"}
 
 
-def test_a_fetch_that_never_ends_is_ended_by_its_own_deadline(tmp_path: Path) -> None:
+@starting_fleet(spec(), stall_s=1000000.0, **ARRIVING)
+async def test_a_fetch_that_never_ends_is_ended_by_its_own_deadline(played: Played) -> None:
     """`fetch_s` is 200 here, and includes the time in which the process waits."""
-    cluster = arriving()
-    cluster.stall_s = 1e6
-
-    async def story(played: Played) -> None:
-        await played.until(lambda: played.replica("m/0").get("failures") == 1, "it failed", 300.0)
-        assert now() == pytest.approx(200.0, abs=2.0)
-        assert "fetch-deadline: the fetch did not end within 200 s" in played.replica("m/0")["reason"]
-        await played.until(lambda: cluster.ended == ["m/0.1"], "its process is ended", 10.0)
-        assert cluster.stopped_fetches == [(HOST, "s3://models/one")]
-
-    play(tmp_path, cluster, spec(), story)
+    await played.until(lambda: played.replica("m/0").get("failures") == 1, "it failed", 300.0)
+    assert now() == pytest.approx(200.0, abs=2.0)
+    assert "fetch-deadline: the fetch did not end within 200 s" in played.replica("m/0")["reason"]
+    await played.until(lambda: played.cluster.ended == ["m/0.1"], "its process is ended", 10.0)
+    assert played.cluster.stopped_fetches == [(HOST, "s3://models/one")]
 
 
-def test_removing_a_replica_stops_its_process_and_its_fetch(tmp_path: Path) -> None:
-    cluster = arriving()
-    cluster.stall_s = 1e6
-
-    async def story(played: Played) -> None:
-        await played.until(lambda: cluster.started, "it is started", 200.0)
-        await played.operator.unload("m", "tester")
-        await played.until(lambda: not played.model("m")["replicas"], "forgotten", 60.0)
-        assert (cluster.fetching, cluster.living(), cluster.ended) == ([], [], ["m/0.1"])
-
-    play(tmp_path, cluster, spec(), story)
+@starting_fleet(spec(), stall_s=1000000.0, **ARRIVING)
+async def test_removing_a_replica_stops_its_process_and_its_fetch(played: Played) -> None:
+    await played.until(lambda: played.cluster.started, "it is started", 200.0)
+    await played.operator.unload("m", "tester")
+    await played.until(lambda: not played.model("m")["replicas"], "forgotten", 60.0)
+    assert (played.cluster.fetching, played.cluster.living(), played.cluster.ended) == ([], [], ["m/0.1"])
 
 
-def test_a_process_that_dies_while_it_waits_restarts_after_the_fetch(tmp_path: Path) -> None:
-    cluster = arriving()
-
-    async def story(played: Played) -> None:
-        await played.until(lambda: cluster.started, "it is started", 200.0)
-        await cluster.find("m/0").die("killed")
-        await played.settled()
-        assert [config.epoch for config in cluster.started] == [1, 2]
-        assert cluster.stopped_fetches == [(HOST, "s3://models/one")]
-
-    play(tmp_path, cluster, spec(), story)
+@starting_fleet(spec(), **ARRIVING)
+async def test_a_process_that_dies_while_it_waits_restarts_after_the_fetch(played: Played) -> None:
+    await played.until(lambda: played.cluster.started, "it is started", 200.0)
+    await played.cluster.find("m/0").die("killed")
+    await played.settled()
+    assert [config.epoch for config in played.cluster.started] == [1, 2]
+    assert played.cluster.stopped_fetches == [(HOST, "s3://models/one")]
 
 
-def test_a_restarted_controller_requests_the_files_that_its_replica_waits_for(tmp_path: Path) -> None:
+@starting_fleet(spec(), stall_s=30.0, **ARRIVING)
+async def test_a_restarted_controller_requests_the_files_that_its_replica_waits_for(
+    played: Played, tmp_path: Path
+) -> None:
     """The replica of the former controller gets the rest, and no second one is started."""
-    cluster = arriving()
-    cluster.stall_s = 30.0
-
-    async def story(played: Played) -> None:
-        await played.until(lambda: cluster.started, "it is started", 200.0)
-        await played.kill()
-        cluster.fetch_s = 10.0
-        async with Played(tmp_path, cluster, spec(), journal=played.journal) as second:
-            await second.settled()
-            assert [config.epoch for config in cluster.started] == [1]
-            assert second.replica("m/0")["epoch"] == 1
-            assert second.happened().count("Failed") == 0
-            await second.kill()
-
-    play(tmp_path, cluster, spec(), story)
+    await played.until(lambda: played.cluster.started, "it is started", 200.0)
+    await played.kill()
+    played.cluster.fetch_s = 10.0
+    async with Played(tmp_path, played.cluster, spec(), journal=played.journal) as second:
+        await second.settled()
+        assert [config.epoch for config in played.cluster.started] == [1]
+        assert second.replica("m/0")["epoch"] == 1
+        assert second.happened().count("Failed") == 0
+        await second.kill()
 
 
-def test_a_model_and_its_draft_must_both_be_almost_complete(tmp_path: Path) -> None:
+@starting_fleet(spec() + "    draft: {source: s3://models/draft, k: 2}\n", **(ARRIVING | {"fetch_s": 50.0}))
+async def test_a_model_and_its_draft_must_both_be_almost_complete(played: Played) -> None:
     """The draft is fetched last; a process waits only for the rest of the draft."""
-    cluster = arriving(50.0)
-
-    async def story(played: Played) -> None:
-        await played.until(lambda: cluster.started, "it is started", 200.0)
-        assert now() == pytest.approx(95.0, abs=1.5)
-        assert cluster.store[HOST] == {"s3://models/one@1"}
-        assert (cluster.started[0].source, cluster.started[0].draft_source) == (
-            "/store/s3://models/one@1",
-            "/store/s3://models/draft@1",
-        )
-        await played.settled()
-
-    play(tmp_path, cluster, spec() + "    draft: {source: s3://models/draft, k: 2}\n", story)
+    await played.until(lambda: played.cluster.started, "it is started", 200.0)
+    assert now() == pytest.approx(95.0, abs=1.5)
+    assert played.cluster.store[HOST] == {"s3://models/one@1"}
+    assert (played.cluster.started[0].source, played.cluster.started[0].draft_source) == (
+        "/store/s3://models/one@1",
+        "/store/s3://models/draft@1",
+    )
+    await played.settled()
 
 
 @pytest.mark.parametrize(
@@ -590,28 +480,22 @@ def test_a_process_starts_ahead_by_its_measured_time_before_the_weights() -> Non
 # Local folders
 
 
-def test_a_replica_loads_the_files_of_its_version_until_an_operator_accepts_others(tmp_path: Path) -> None:
+@starting_fleet(lambda tmp_path: spec(str(stub_checkpoint(tmp_path / "m"))), local_contents="old")
+async def test_a_replica_loads_the_files_of_its_version_until_an_operator_accepts_others(played: Played) -> None:
     """A swapped folder stops the next start; `rollout restart` loads it. Another host has files of its own."""
-    source = str(stub_checkpoint(tmp_path / "m"))
-
-    async def story(played: Played) -> None:
-        await played.settled()
-        cluster.local_contents = "new"
-        await cluster.find("m/0").die("killed")
-        await played.until(lambda: played.replica("m/0")["stopped"], "it is not loaded", 60)
-        assert cluster.started[-1].contents == "old"
-        assert played.replica("m/0")["reason"].startswith("source-changed")
-        await played.operator.restart("m", "tester")
-        await played.settled()
-        (replica,) = played.ready("m")
-        assert cluster.started[-1].contents == ""
-        await cluster.find(replica["id"]).die("killed")
-        await played.settled()
-        assert cluster.started[-1].contents == "new"
-
-    cluster = FakeCluster()
-    cluster.local_contents = "old"
-    play(tmp_path, cluster, spec(source), story)
+    await played.settled()
+    played.cluster.local_contents = "new"
+    await played.cluster.find("m/0").die("killed")
+    await played.until(lambda: played.replica("m/0")["stopped"], "it is not loaded", 60)
+    assert played.cluster.started[-1].contents == "old"
+    assert played.replica("m/0")["reason"].startswith("source-changed")
+    await played.operator.restart("m", "tester")
+    await played.settled()
+    (replica,) = played.ready("m")
+    assert played.cluster.started[-1].contents == ""
+    await played.cluster.find(replica["id"]).die("killed")
+    await played.settled()
+    assert played.cluster.started[-1].contents == "new"
 
 
 # In words
@@ -683,7 +567,7 @@ def test_an_update_that_cannot_be_loaded_is_rolled_back_without_an_interruption(
         cause = next(event.message for event in played.journal.events() if event.reason == "RolloutFailed")
         assert "weights-broken: model.safetensors is cut off" in cause
 
-    play(tmp_path, cluster, spec(folder, degree=24, strategy=strategy), story)
+    play(tmp_path, spec(folder, degree=24, strategy=strategy), story, cluster=cluster)
 
 
 def test_an_update_continues_after_a_check_that_ends_in_time(tmp_path: Path) -> None:
@@ -704,4 +588,4 @@ def test_an_update_continues_after_a_check_that_ends_in_time(tmp_path: Path) -> 
         await played.settled()
         assert len(cluster.started) == 2
 
-    play(tmp_path, cluster, spec(folder, degree=24), story)
+    play(tmp_path, spec(folder, degree=24), story, cluster=cluster)

@@ -24,7 +24,7 @@ from orchestrator.rollout.preparation import Preparation
 from placements.spec.schema import HostsSpec, Spec
 from tests.orchestrator.control.test_prefetch import spec
 from tests.orchestrator.elsewhere import forbid_remote_sources
-from tests.orchestrator.fakes import FakeCluster, Played, play, virtually
+from tests.orchestrator.fakes import FakeCluster, Played, play, starting_fleet, virtually
 from tests.placements.fleets import model, places, planned
 from tests.placements.fleets import spec as spec_of
 from tests.workers.fake_remote import FakeRemote
@@ -81,7 +81,7 @@ def test_an_update_with_a_permanent_error_is_tried_once(tmp_path: Path) -> None:
             await played.until(lambda: "RolledBack" in played.happened(), "rolled back", 600.0)
             failed[reaction] = played.happened().count("PreparationFailed")
 
-        play(tmp_path / reaction.name, cluster, spec(degree=24), story)
+        play(tmp_path / reaction.name, spec(degree=24), story, cluster=cluster)
     assert failed[Reaction.STOP] == 1 < failed[Reaction.RETRY]
 
 
@@ -102,24 +102,19 @@ def test_an_update_waits_for_its_artifacts_up_to_the_deadlines_of_the_spec(tmp_p
     def shorter(text: str) -> str:
         return text.replace("fetch_s: 200, compile_s: 200", "fetch_s: 20, compile_s: 20")
 
-    play(tmp_path, cluster, shorter(spec(degree=24)), story)
+    play(tmp_path, shorter(spec(degree=24)), story, cluster=cluster)
 
 
-def test_a_replica_loads_the_artifacts_that_were_prepared_for_it(tmp_path: Path) -> None:
+@starting_fleet(spec(degree=24, strategy="in_place"), drain_s=15.0)
+async def test_a_replica_loads_the_artifacts_that_were_prepared_for_it(played: Played) -> None:
     """Even if the source has changed before the old replica stops."""
-    cluster = FakeCluster()
-    cluster.drain_s = 15.0
-
-    async def story(played: Played) -> None:
-        await played.settled()
-        await played.apply(spec(TWO, degree=24, strategy="in_place"))
-        await played.until(lambda: cluster.drained, "the old one is drained", 60.0)
-        cluster.contents[TWO] = "2"
-        await played.settled()
-        assert cluster.started[-1].source == f"/store/{TWO}@1"
-        assert len(cluster.fetches) == 2
-
-    play(tmp_path, cluster, spec(degree=24, strategy="in_place"), story)
+    await played.settled()
+    await played.apply(spec(TWO, degree=24, strategy="in_place"))
+    await played.until(lambda: played.cluster.drained, "the old one is drained", 60.0)
+    played.cluster.contents[TWO] = "2"
+    await played.settled()
+    assert played.cluster.started[-1].source == f"/store/{TWO}@1"
+    assert len(played.cluster.fetches) == 2
 
 
 class Asked(FakeCluster):
@@ -145,7 +140,7 @@ def test_the_compile_check_of_an_update_runs_once(tmp_path: Path) -> None:
         await played.settled()
         assert cluster.foreseen.count(new) == 1
 
-    play(tmp_path, cluster, spec(degree=24, compiles=True, strategy="in_place"), story)
+    play(tmp_path, spec(degree=24, compiles=True, strategy="in_place"), story, cluster=cluster)
 
 
 # What is seen of hosts
@@ -190,7 +185,7 @@ def test_the_cores_of_a_starting_replica_are_not_foreign(tmp_path: Path) -> None
         assert now() >= cluster.start_s
         assert "CoreQuarantined" not in played.happened()
 
-    play(tmp_path, cluster, spec(), story)
+    play(tmp_path, spec(), story, cluster=cluster)
 
 
 @pytest.mark.parametrize(("late_s", "quarantined"), [(STALE_S - 10.0, False), (STALE_S + 30.0, True)])
@@ -207,21 +202,16 @@ def test_the_tools_may_report_a_dead_replica_for_a_while(tmp_path: Path, late_s:
         await played.until(lambda: now() > began + STALE_S + 40.0, "a while", 200.0)
         assert ("CoreQuarantined" in played.happened()) == quarantined
 
-    play(tmp_path, cluster, spec(), story)
+    play(tmp_path, spec(), story, cluster=cluster)
 
 
-def test_a_host_that_has_fetched_a_model_is_preferred_at_once(tmp_path: Path) -> None:
+@starting_fleet(spec(), fetch_s=5.0)
+async def test_a_host_that_has_fetched_a_model_is_preferred_at_once(played: Played) -> None:
     """For the next replica."""
-    cluster = FakeCluster()
-    cluster.fetch_s = 5.0
-
-    async def story(played: Played) -> None:
-        await played.settled()
-        state = played.controller.state
-        await played.until(lambda: any(ONE in held for held in state.held.values()), "it is known", 5.0)
-        assert [host for host, held in state.held.items() if ONE in held] == [cluster.started[0].host]
-
-    play(tmp_path, cluster, spec(), story)
+    await played.settled()
+    state = played.controller.state
+    await played.until(lambda: any(ONE in held for held in state.held.values()), "it is known", 5.0)
+    assert [host for host, held in state.held.items() if ONE in held] == [played.cluster.started[0].host]
 
 
 def test_a_foreign_owner_does_not_clear_the_fault_of_a_core(tmp_path: Path) -> None:
@@ -535,4 +525,4 @@ def test_a_host_that_does_not_report_core_owners_is_logged_once(tmp_path: Path) 
             await asyncio.sleep(30.0)
         assert played.happened().count("HostSilent") == 2
 
-    play(tmp_path, cluster, spec(), story)
+    play(tmp_path, spec(), story, cluster=cluster)

@@ -8,7 +8,7 @@ import os
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from orchestrator.records.journal import Journal
 from orchestrator.scaling.demand_report import AUTOSCALE_S, DemandReport, DemandWindow, RoutingDecision
-from tests.orchestrator.fakes import FakeCluster, Played, virtually
+from tests.orchestrator.fakes import FakeCluster, Played, play, starting_fleet, virtually
 from workers.messages.status import Failure, Phase
 
 HEAD = "version: 1\nhosts: {emulate: inf2.48xlarge}\ndefaults: {engine: echo}\nmodels:\n"
@@ -111,29 +111,6 @@ class Encoding(Demanding):
         )
 
 
-def play(
-    tmp_path: Path,
-    spec: str,
-    story: Callable[[Played], Coroutine[Any, Any, None]],
-    load_s: float = 5.0,
-    tick_s: float = 1.0,
-) -> Played:
-    """The story on a fleet of that spec, on the virtual clock; at every moment no core may be held twice."""
-    fleets: list[Played] = []
-
-    async def live() -> None:
-        cluster = FakeCluster()
-        cluster.load_s = load_s
-        async with Played(tmp_path, cluster, spec, tick_s=tick_s) as fleet:
-            fleets.append(fleet)
-            await fleet.controller.settled()
-            await story(fleet)
-            assert cluster.violations == []
-
-    virtually(live)
-    return fleets[0]
-
-
 def counts(fleet: Played) -> dict[str, int]:
     state = fleet.controller.state
     return {model.name: state.counts.desired(model) for model in state.current.spec.models}
@@ -144,21 +121,19 @@ def changes(fleet: Played) -> list[str]:
     return [reason for reason in fleet.happened() if reason in GROWING - {"HeldBack"}]
 
 
-def test_a_burst_onto_a_model_at_zero_starts_it_and_more_of_it(tmp_path: Path) -> None:
+@starting_fleet(SLEEPER, load_s=5.0)
+async def test_a_burst_onto_a_model_at_zero_starts_it_and_more_of_it(fleet: Played) -> None:
     """The first at once, not at the next decision."""
-
-    async def story(fleet: Played) -> None:
-        gateway = Demanding(fleet, {"m": 0.0})
-        await gateway.run(3)
-        assert counts(fleet) == {"m": 0}
-        gateway.rates["m"] = 3.0
-        await gateway.run(2)
-        assert counts(fleet)["m"] >= 1
-        await gateway.run(120)
-        assert counts(fleet)["m"] >= 2
-        assert len(fleet.ready("m")) == counts(fleet)["m"]
-
-    assert changes(play(tmp_path, SLEEPER, story))[0] == "Woken"
+    gateway = Demanding(fleet, {"m": 0.0})
+    await gateway.run(3)
+    assert counts(fleet) == {"m": 0}
+    gateway.rates["m"] = 3.0
+    await gateway.run(2)
+    assert counts(fleet)["m"] >= 1
+    await gateway.run(120)
+    assert counts(fleet)["m"] >= 2
+    assert len(fleet.ready("m")) == counts(fleet)["m"]
+    assert changes(fleet)[0] == "Woken"
 
 
 ENCODER = """\
@@ -169,270 +144,228 @@ models:
 """
 
 
-def test_an_encoder_follows_its_demand_by_what_its_replicas_encode(tmp_path: Path) -> None:
+@starting_fleet(ENCODER.format(objectives="{queue_ms: 1000}"), load_s=5.0)
+async def test_an_encoder_follows_its_demand_by_what_its_replicas_encode(fleet: Played) -> None:
     """Its slots are as good as free until the engine is busy all the time, and requests would wait by then."""
-
-    async def story(fleet: Played) -> None:
-        await fleet.settled()
-        gateway = Encoding(fleet, {"m": 10.0})
-        for rate in range(10, 121, 5):
-            gateway.rates["m"] = rate
-            await gateway.run(30)
-        assert 3 <= counts(fleet)["m"] <= 4
-        assert gateway.most_waited_s < 1.0
-        assert fleet.model("m")["scaling"]["demand"]["items_per_s_of_replica"] == 200.0
-        gateway.rates["m"] = 10.0
-        await gateway.run(1800)
-        assert counts(fleet)["m"] == 1
-
-    fleet = play(tmp_path, ENCODER.format(objectives="{queue_ms: 1000}"), story)
+    await fleet.settled()
+    gateway = Encoding(fleet, {"m": 10.0})
+    for rate in range(10, 121, 5):
+        gateway.rates["m"] = rate
+        await gateway.run(30)
+    assert 3 <= counts(fleet)["m"] <= 4
+    assert gateway.most_waited_s < 1.0
+    assert fleet.model("m")["scaling"]["demand"]["items_per_s_of_replica"] == 200.0
+    gateway.rates["m"] = 10.0
+    await gateway.run(1800)
+    assert counts(fleet)["m"] == 1
     grown = next(event.message for event in fleet.journal.events() if event.reason == "ScaledUp")
     assert re.search(r"requests per second, of which a replica serves (49|50)\.", grown)
 
 
-def test_an_encoder_keeps_the_replicas_that_its_items_per_s_need(tmp_path: Path) -> None:
+@starting_fleet(ENCODER.format(objectives="{items_per_second: 750}"), load_s=5.0)
+async def test_an_encoder_keeps_the_replicas_that_its_items_per_s_need(fleet: Played) -> None:
     """Once requests have shown what one replica encodes, whatever the demand."""
-
-    async def story(fleet: Played) -> None:
-        gateway = Encoding(fleet, {"m": 1.0})
-        await gateway.run(1200)
-        assert counts(fleet)["m"] == 4
-
-    fleet = play(tmp_path, ENCODER.format(objectives="{items_per_second: 750}"), story)
+    gateway = Encoding(fleet, {"m": 1.0})
+    await gateway.run(1200)
+    assert counts(fleet)["m"] == 4
     grown = next(event.message for event in fleet.journal.events() if event.reason == "ScaledUp")
     assert grown == "1 to 4: items_per_second 750 needs 4; a replica encodes 200.0 per second"
 
 
-def test_a_request_for_a_model_without_replicas_is_decided_at_once(tmp_path: Path) -> None:
+@starting_fleet(SLEEPER, load_s=5.0)
+async def test_a_request_for_a_model_without_replicas_is_decided_at_once(fleet: Played) -> None:
     """It does not wait for the next report."""
-
-    async def story(fleet: Played) -> None:
-        gateway = Demanding(fleet, {"m": 0.0})
-        await gateway.run(1)
-        await fleet.controller.wake("m")
-        await asyncio.sleep(0.1)
-        assert counts(fleet) == {"m": 1}
-
-    fleet = play(tmp_path, SLEEPER, story)
+    gateway = Demanding(fleet, {"m": 0.0})
+    await gateway.run(1)
+    await fleet.controller.wake("m")
+    await asyncio.sleep(0.1)
+    assert counts(fleet) == {"m": 1}
     assert [event.message.startswith("0 to 1: ") for event in fleet.journal.events() if event.reason == "Woken"] == [
         True
     ]
 
 
-def test_without_demand_reports_a_request_starts_one_replica_and_nothing_stops_it(tmp_path: Path) -> None:
+@starting_fleet(SLEEPER, load_s=5.0)
+async def test_without_demand_reports_a_request_starts_one_replica_and_nothing_stops_it(fleet: Played) -> None:
     """As in a fleet without an autoscaler."""
-
-    async def story(fleet: Played) -> None:
-        await fleet.controller.wake("m")
-        await asyncio.sleep(3600)
-        assert counts(fleet) == {"m": 1}
-
-    assert changes(play(tmp_path, SLEEPER, story)) == ["Woken"]
+    await fleet.controller.wake("m")
+    await asyncio.sleep(3600)
+    assert counts(fleet) == {"m": 1}
+    assert changes(fleet) == ["Woken"]
 
 
-def test_after_idle_s_a_model_of_min_0_goes_to_zero(tmp_path: Path) -> None:
+@starting_fleet(SLEEPER, load_s=5.0)
+async def test_after_idle_s_a_model_of_min_0_goes_to_zero(fleet: Played) -> None:
     """Not before: the time starts when its first replica is ready, and at its last request."""
-
-    async def story(fleet: Played) -> None:
-        gateway = Demanding(fleet, {"m": 0.0})
-        await gateway.run(1)
-        await fleet.controller.wake("m")
-        await gateway.run(60)
-        gateway.rates["m"] = 1.0
-        await gateway.run(10)
-        gateway.rates["m"] = 0.0
-        await gateway.run(110)
-        assert counts(fleet)["m"] >= 1
-        await gateway.run(60)
-        assert counts(fleet) == {"m": 0}
-        model = fleet.model("m")
-        assert model["state"] == "unloaded"
-        assert model["reason"] == (
-            f"parked on {model['parked']['host']}: a start takes about {model['parked']['start_s']} s"
-        )
-
-    assert changes(play(tmp_path, SLEEPER, story))[-1] == "ScaledToZero"
+    gateway = Demanding(fleet, {"m": 0.0})
+    await gateway.run(1)
+    await fleet.controller.wake("m")
+    await gateway.run(60)
+    gateway.rates["m"] = 1.0
+    await gateway.run(10)
+    gateway.rates["m"] = 0.0
+    await gateway.run(110)
+    assert counts(fleet)["m"] >= 1
+    await gateway.run(60)
+    assert counts(fleet) == {"m": 0}
+    model = fleet.model("m")
+    assert model["state"] == "unloaded"
+    assert model["reason"] == (
+        f"parked on {model['parked']['host']}: a start takes about {model['parked']['start_s']} s"
+    )
+    assert changes(fleet)[-1] == "ScaledToZero"
 
 
-def test_a_slow_load_is_not_idle_time(tmp_path: Path) -> None:
+@starting_fleet(SLEEPER, load_s=290.0)
+async def test_a_slow_load_is_not_idle_time(fleet: Played) -> None:
     """It takes longer than idle_s until the first replica is ready."""
-
-    async def story(fleet: Played) -> None:
-        gateway = Demanding(fleet, {"m": 0.0})
-        await gateway.run(1)
-        await fleet.controller.wake("m")
-        await gateway.run(300)
-        assert len(fleet.ready("m")) == 1
-
-    play(tmp_path, SLEEPER, story, load_s=290.0)
+    gateway = Demanding(fleet, {"m": 0.0})
+    await gateway.run(1)
+    await fleet.controller.wake("m")
+    await gateway.run(300)
+    assert len(fleet.ready("m")) == 1
 
 
-def test_a_model_of_higher_priority_takes_needed_cores_from_a_lower_one(tmp_path: Path) -> None:
+@starting_fleet(PAIR, load_s=5.0)
+async def test_a_model_of_higher_priority_takes_needed_cores_from_a_lower_one(fleet: Played) -> None:
     """The lower one uses all cores, and gets some again when the other needs them no longer."""
-
-    async def story(fleet: Played) -> None:
-        gateway = Demanding(fleet, {"low": 6.0, "high": 0.0})
-        await gateway.run(300)
-        assert counts(fleet) == {"low": 3, "high": 0}
-        gateway.rates["high"] = 6.0
-        await gateway.run(300)
-        assert counts(fleet)["high"] >= 2
-        assert len(fleet.ready("high")) == counts(fleet)["high"]
-        assert len(fleet.ready("low")) == 3 - counts(fleet)["high"]
-        gateway.rates["high"] = 0.0
-        gateway.waiting["high"] = 0.0
-        await gateway.run(600)
-        assert counts(fleet)["high"] == 0
-        assert len(fleet.ready("low")) == counts(fleet)["low"] >= 2
-
-    fleet = play(tmp_path, PAIR, story)
+    gateway = Demanding(fleet, {"low": 6.0, "high": 0.0})
+    await gateway.run(300)
+    assert counts(fleet) == {"low": 3, "high": 0}
+    gateway.rates["high"] = 6.0
+    await gateway.run(300)
+    assert counts(fleet)["high"] >= 2
+    assert len(fleet.ready("high")) == counts(fleet)["high"]
+    assert len(fleet.ready("low")) == 3 - counts(fleet)["high"]
+    gateway.rates["high"] = 0.0
+    gateway.waiting["high"] = 0.0
+    await gateway.run(600)
+    assert counts(fleet)["high"] == 0
+    assert len(fleet.ready("low")) == counts(fleet)["low"] >= 2
     assert "ScaledDown" in changes(fleet)
 
 
 @pytest.mark.parametrize("end", ["requests", "manual", "gateway"])
-def test_a_shortage_is_the_reason_only_while_it_lasts(tmp_path: Path, end: str) -> None:
+@starting_fleet(
+    HEAD
+    + "  pinned: {tp_degree: 24, cores: [0-23]}\n"
+    + "  m: {tp_degree: 8, replicas: {min: 0, max: 1}, max_batch: 4, scaling: {idle_s: 10}}\n",
+    load_s=5.0,
+)
+async def test_a_shortage_is_the_reason_only_while_it_lasts(fleet: Played, end: str) -> None:
     """It ends when the requests are gone, when the model is scaled manually, and when no gateway reports any more."""
-    full = HEAD + (
-        "  pinned: {tp_degree: 24, cores: [0-23]}\n"
-        "  m: {tp_degree: 8, replicas: {min: 0, max: 1}, max_batch: 4, scaling: {idle_s: 10}}\n"
-    )
 
-    async def story(fleet: Played) -> None:
-        def why() -> str | None:
-            reason: str | None = fleet.model("m")["scaling"]["why"]
-            return reason
+    def why() -> str | None:
+        reason: str | None = fleet.model("m")["scaling"]["why"]
+        return reason
 
-        gateway = Demanding(fleet, {"m": 1.0})
-        await gateway.run(60)
-        assert "held back: no cores" in (why() or "")
-        gateway.rates["m"] = gateway.waiting["m"] = 0.0
-        if end == "manual":
-            await fleet.operator.scale("m", 0, "tester")
-        if end == "gateway":
-            await asyncio.sleep(30)
-        else:
-            await gateway.run(30)
-        assert why() is None
-
-    play(tmp_path, full, story)
-
-
-def test_a_schedule_raises_min_and_its_end_stops_no_running_request(tmp_path: Path) -> None:
-    """The virtual clock starts at midnight UTC: from ten past to half past, at least two."""
-    spec = HEAD + (
-        "  m: {tp_degree: 2, replicas: {min: 1, max: 3}, scaling: {schedules: ["
-        '{start: "10 * * * *", end: "30 * * * *", min: 2}]}}\n'
-    )
-
-    async def story(fleet: Played) -> None:
-        await asyncio.sleep(590)
-        assert counts(fleet) == {"m": 1}
-        await asyncio.sleep(20)
-        assert counts(fleet) == {"m": 2}
-        assert fleet.model("m")["scaling"]["min"] == 2
-        await asyncio.sleep(1170)
-        assert counts(fleet) == {"m": 2}
+    gateway = Demanding(fleet, {"m": 1.0})
+    await gateway.run(60)
+    assert "held back: no cores" in (why() or "")
+    gateway.rates["m"] = gateway.waiting["m"] = 0.0
+    if end == "manual":
+        await fleet.operator.scale("m", 0, "tester")
+    if end == "gateway":
         await asyncio.sleep(30)
-        assert counts(fleet) == {"m": 1}
+    else:
+        await gateway.run(30)
+    assert why() is None
 
-    fleet = play(tmp_path, spec, story)
+
+def scheduled(more: str, least: int) -> str:
+    schedule = f'{{start: "10 * * * *", end: "30 * * * *", min: {least}}}'
+    return f"{HEAD}  m: {{{more}replicas: {{min: 1, max: 3}}, scaling: {{schedules: [{schedule}]}}}}\n"
+
+
+@starting_fleet(scheduled("tp_degree: 2, ", 2), load_s=5.0)
+async def test_a_schedule_raises_min_and_its_end_stops_no_running_request(fleet: Played) -> None:
+    """The virtual clock starts at midnight UTC: from ten past to half past, at least two."""
+    await asyncio.sleep(590)
+    assert counts(fleet) == {"m": 1}
+    await asyncio.sleep(20)
+    assert counts(fleet) == {"m": 2}
+    assert fleet.model("m")["scaling"]["min"] == 2
+    await asyncio.sleep(1170)
+    assert counts(fleet) == {"m": 2}
+    await asyncio.sleep(30)
+    assert counts(fleet) == {"m": 1}
     assert changes(fleet) == ["ScaledUp", "ScaledDown"]
     messages = [event.message for event in fleet.journal.events() if event.reason == "ScaledUp"]
     assert messages == ["1 to 2: by schedule at least 2 and at most 3; it was 1 and 3"]
 
 
-def test_a_schedule_of_min_0_lets_a_request_start_the_model(tmp_path: Path) -> None:
+@starting_fleet(scheduled("", 0), load_s=5.0)
+async def test_a_schedule_of_min_0_lets_a_request_start_the_model(fleet: Played) -> None:
     """Its routes show this to the gateway, as long as the schedule is active."""
-    spec = HEAD + (
-        '  m: {replicas: {min: 1, max: 3}, scaling: {schedules: [{start: "10 * * * *", end: "30 * * * *", min: 0}]}}\n'
-    )
-
-    async def story(fleet: Played) -> None:
-        await asyncio.sleep(30)
-        assert not fleet.controller.routes().models[0].loads_on_request
-        await asyncio.sleep(600)
-        assert counts(fleet) == {"m": 0}
-        assert fleet.controller.routes().models[0].loads_on_request
-        await fleet.controller.wake("m")
-        await asyncio.sleep(30)
-        assert counts(fleet) == {"m": 1}
-
-    play(tmp_path, spec, story)
+    await asyncio.sleep(30)
+    assert not fleet.controller.routes().models[0].loads_on_request
+    await asyncio.sleep(600)
+    assert counts(fleet) == {"m": 0}
+    assert fleet.controller.routes().models[0].loads_on_request
+    await fleet.controller.wake("m")
+    await asyncio.sleep(30)
+    assert counts(fleet) == {"m": 1}
 
 
-def test_manual_scaling_precedes_the_autoscaler(tmp_path: Path) -> None:
+@starting_fleet(SLEEPER, load_s=5.0)
+async def test_manual_scaling_precedes_the_autoscaler(fleet: Played) -> None:
     """Once reverted, the autoscaler starts from the running replicas: none with work is stopped."""
-
-    async def story(fleet: Played) -> None:
-        gateway = Demanding(fleet, {"m": 2.0})
-        await gateway.run(120)
-        assert counts(fleet)["m"] > 1
-        await fleet.operator.scale("m", 1, "tester")
-        await gateway.run(60)
-        assert counts(fleet) == {"m": 1}
-        await fleet.operator.scale("m", 3, "tester")
-        await gateway.run(60)
-        assert counts(fleet) == {"m": 3}
-        await fleet.operator.scale("m", None, "tester")
-        assert counts(fleet) == {"m": 3}
-        await fleet.operator.unload("m", "tester")
-        await gateway.run(60)
-        assert counts(fleet) == {"m": 0}
-
-    play(tmp_path, SLEEPER, story)
+    gateway = Demanding(fleet, {"m": 2.0})
+    await gateway.run(120)
+    assert counts(fleet)["m"] > 1
+    await fleet.operator.scale("m", 1, "tester")
+    await gateway.run(60)
+    assert counts(fleet) == {"m": 1}
+    await fleet.operator.scale("m", 3, "tester")
+    await gateway.run(60)
+    assert counts(fleet) == {"m": 3}
+    await fleet.operator.scale("m", None, "tester")
+    assert counts(fleet) == {"m": 3}
+    await fleet.operator.unload("m", "tester")
+    await gateway.run(60)
+    assert counts(fleet) == {"m": 0}
 
 
-def test_without_auto_the_number_stays_at_min(tmp_path: Path) -> None:
+@starting_fleet(HEAD + "  m: {tp_degree: 8, replicas: {min: 1, max: 3}, scaling: {auto: false}}\n", load_s=5.0)
+async def test_without_auto_the_number_stays_at_min(fleet: Played) -> None:
     """For any demand."""
-    spec = HEAD + "  m: {tp_degree: 8, replicas: {min: 1, max: 3}, scaling: {auto: false}}\n"
-
-    async def story(fleet: Played) -> None:
-        await Demanding(fleet, {"m": 10.0}).run(300)
-        assert counts(fleet) == {"m": 1}
-
-    assert changes(play(tmp_path, spec, story)) == []
+    await Demanding(fleet, {"m": 10.0}).run(300)
+    assert counts(fleet) == {"m": 1}
+    assert changes(fleet) == []
 
 
-def test_an_hour_of_constant_demand_changes_nothing(tmp_path: Path) -> None:
+@starting_fleet(PAIR, tick_s=5.0, load_s=5.0)
+async def test_an_hour_of_constant_demand_changes_nothing(fleet: Played) -> None:
     """Once the numbers are settled, they do not oscillate."""
-
-    async def story(fleet: Played) -> None:
-        gateway = Demanding(fleet, {"low": 1.0, "high": 0.8})
-        await gateway.run(900, 5.0)
-        before, starts = counts(fleet), len(fleet.cluster.started)
-        seen = set()
-        for _ in range(60):
-            await gateway.run(60, 5.0)
-            seen.add(tuple(sorted(counts(fleet).items())))
-        assert seen == {tuple(sorted(before.items()))}
-        assert len(fleet.cluster.started) == starts
-
-    play(tmp_path, PAIR, story, tick_s=5.0)
+    gateway = Demanding(fleet, {"low": 1.0, "high": 0.8})
+    await gateway.run(900, 5.0)
+    before, starts = counts(fleet), len(fleet.cluster.started)
+    seen = set()
+    for _ in range(60):
+        await gateway.run(60, 5.0)
+        seen.add(tuple(sorted(counts(fleet).items())))
+    assert seen == {tuple(sorted(before.items()))}
+    assert len(fleet.cluster.started) == starts
 
 
-def test_two_gateways_are_summed_and_a_silent_one_is_forgotten(tmp_path: Path) -> None:
+@starting_fleet(SLEEPER, load_s=5.0)
+async def test_two_gateways_are_summed_and_a_silent_one_is_forgotten(fleet: Played) -> None:
     """Its waiting requests no longer count."""
-
-    async def story(fleet: Played) -> None:
-        first, other = (
-            DemandReport(gateway=name, number=1, seconds=1.0, models=[DemandWindow(model="m", waiting=2, live=1)])
-            for name in "ab"
+    first, other = (
+        DemandReport(gateway=name, number=1, seconds=1.0, models=[DemandWindow(model="m", waiting=2, live=1)])
+        for name in "ab"
+    )
+    await fleet.controller.demand(first)
+    await fleet.controller.demand(other)
+    assert demand(fleet)["waiting"] == 4
+    for number in range(2, 15):
+        await asyncio.sleep(1.0)
+        await fleet.controller.demand(
+            DemandReport(gateway="a", number=number, seconds=1.0, models=[DemandWindow(model="m", waiting=2, live=1)])
         )
-        await fleet.controller.demand(first)
-        await fleet.controller.demand(other)
-        assert demand(fleet)["waiting"] == 4
-        for number in range(2, 15):
-            await asyncio.sleep(1.0)
-            await fleet.controller.demand(
-                DemandReport(
-                    gateway="a", number=number, seconds=1.0, models=[DemandWindow(model="m", waiting=2, live=1)]
-                )
-            )
-        assert (demand(fleet)["waiting"], demand(fleet)["live"]) == (2, 1)
-        await asyncio.sleep(20)
-        assert fleet.model("m")["scaling"]["demand"] is None
-
-    play(tmp_path, SLEEPER, story)
+    assert (demand(fleet)["waiting"], demand(fleet)["live"]) == (2, 1)
+    await asyncio.sleep(20)
+    assert fleet.model("m")["scaling"]["demand"] is None
 
 
 def demand(fleet: Played) -> dict[str, Any]:
@@ -440,21 +373,19 @@ def demand(fleet: Played) -> dict[str, Any]:
     return demand
 
 
-def test_a_repeated_report_counts_once(tmp_path: Path) -> None:
+@starting_fleet(SLEEPER, load_s=5.0)
+async def test_a_repeated_report_counts_once(fleet: Played) -> None:
     """The gateway resends it without a response."""
-
-    async def story(fleet: Played) -> None:
-        report = DemandReport(gateway="g", number=1, seconds=1.0, models=[DemandWindow(model="m", arrived=100)])
-        for _ in range(10):
-            await fleet.controller.demand(report)
-        await asyncio.sleep(AUTOSCALE_S + 1)
-        once = demand(fleet)["arrivals_per_s"]
-        assert 0 < once < 10
-
-    play(tmp_path, SLEEPER, story)
+    report = DemandReport(gateway="g", number=1, seconds=1.0, models=[DemandWindow(model="m", arrived=100)])
+    for _ in range(10):
+        await fleet.controller.demand(report)
+    await asyncio.sleep(AUTOSCALE_S + 1)
+    once = demand(fleet)["arrivals_per_s"]
+    assert 0 < once < 10
 
 
-def test_a_sample_of_the_requests_is_an_event_at_most_once_a_minute_for_each_model(tmp_path: Path) -> None:
+@starting_fleet(SLEEPER, load_s=5.0)
+async def test_a_sample_of_the_requests_is_an_event_at_most_once_a_minute_for_each_model(fleet: Played) -> None:
     """With its replica and the reason."""
     sample = RoutingDecision(
         request="r1",
@@ -467,14 +398,10 @@ def test_a_sample_of_the_requests_is_an_event_at_most_once_a_minute_for_each_mod
         cold=True,
         affinity="session",
     )
-
-    async def story(fleet: Played) -> None:
-        for number in range(1, 121):
-            await asyncio.sleep(1.0)
-            report = DemandReport(gateway="g", number=number, seconds=1.0, decisions=[sample, sample])
-            await fleet.controller.demand(report)
-
-    fleet = play(tmp_path, SLEEPER, story)
+    for number in range(1, 121):
+        await asyncio.sleep(1.0)
+        report = DemandReport(gateway="g", number=number, seconds=1.0, decisions=[sample, sample])
+        await fleet.controller.demand(report)
     messages = [event.message for event in fleet.journal.events() if event.reason == "Routed"]
     assert (
         messages
@@ -507,22 +434,19 @@ def test_a_restarted_controller_keeps_the_numbers_and_a_new_fleet_does_not(tmp_p
     virtually(live)
 
 
-def test_a_rollout_does_not_wait_for_replicas_of_the_autoscaler(tmp_path: Path) -> None:
+@starting_fleet(PAIR, load_s=5.0)
+async def test_a_rollout_does_not_wait_for_replicas_of_the_autoscaler(fleet: Played) -> None:
     """The numbers keep changing while it is paused, and it completes with the spec's own number."""
-
-    async def story(fleet: Played) -> None:
-        gateway = Demanding(fleet, {"low": 6.0, "high": 0.0})
-        await gateway.run(30)
-        await fleet.apply(PAIR.replace("max_batch: 4", "max_batch: 8", 1))
-        await fleet.operator.pause("tester")
-        await gateway.run(120)
-        assert counts(fleet)["low"] == 3
-        await fleet.operator.resume("tester")
-        await gateway.run(300)
-        assert fleet.operator.rollout().state == "complete"
-        assert len(fleet.ready("low")) == counts(fleet)["low"] == 3
-
-    play(tmp_path, PAIR, story)
+    gateway = Demanding(fleet, {"low": 6.0, "high": 0.0})
+    await gateway.run(30)
+    await fleet.apply(PAIR.replace("max_batch: 4", "max_batch: 8", 1))
+    await fleet.operator.pause("tester")
+    await gateway.run(120)
+    assert counts(fleet)["low"] == 3
+    await fleet.operator.resume("tester")
+    await gateway.run(300)
+    assert fleet.operator.rollout().state == "complete"
+    assert len(fleet.ready("low")) == counts(fleet)["low"] == 3
 
 
 def test_a_fault_in_the_autoscaler_leaves_the_numbers_and_the_repairs(
@@ -577,7 +501,7 @@ def test_no_demand_causes_a_double_claim_or_breaks_a_min_of_equal_priority(
             assert host.leased + host.free == host.cores
 
     with tempfile.TemporaryDirectory() as home:
-        play(Path(home), HEAD + "".join(lines), story, load_s)
+        play(Path(home), HEAD + "".join(lines), story, load_s=load_s)
 
 
 def check_classes(fleet: Played) -> None:
@@ -591,49 +515,44 @@ def check_classes(fleet: Played) -> None:
                 assert not beyond, f"{model.name} lacks its min, and {other.name} has {placed[other.name]}"
 
 
-def test_a_growing_model_is_ready_and_one_with_a_failed_extra_replica_degraded(tmp_path: Path) -> None:
+@starting_fleet(PAIR, load_s=5.0)
+async def test_a_growing_model_is_ready_and_one_with_a_failed_extra_replica_degraded(fleet: Played) -> None:
     """A replica added for the demand is not an error while it loads or has no place."""
-
-    async def story(fleet: Played) -> None:
-        gateway = Demanding(fleet, {"low": 6.0, "high": 0.0})
-        await fleet.settled()
-        fleet.cluster.loads = False
-        await gateway.run(60)
-        assert counts(fleet)["low"] >= 2
-        assert (len(fleet.ready("low")), fleet.model("low")["state"]) == (1, "ready")
-        assert {c["type"]: c["status"] for c in fleet.model("low")["conditions"]}["Placed"]
-        await fleet.cluster.find("low/1").report(phase=Phase.FAILED, failure=Failure("engine-failed", "it is broken"))
-        await asyncio.sleep(0.5)
-        assert fleet.model("low")["state"] == "degraded"
-
-    play(tmp_path, PAIR, story)
+    gateway = Demanding(fleet, {"low": 6.0, "high": 0.0})
+    await fleet.settled()
+    fleet.cluster.loads = False
+    await gateway.run(60)
+    assert counts(fleet)["low"] >= 2
+    assert (len(fleet.ready("low")), fleet.model("low")["state"]) == (1, "ready")
+    assert {c["type"]: c["status"] for c in fleet.model("low")["conditions"]}["Placed"]
+    await fleet.cluster.find("low/1").report(phase=Phase.FAILED, failure=Failure("engine-failed", "it is broken"))
+    await asyncio.sleep(0.5)
+    assert fleet.model("low")["state"] == "degraded"
 
 
-def test_gateways_learn_when_a_model_that_starts_will_be_ready(tmp_path: Path) -> None:
+@starting_fleet(SLEEPER, load_s=20.0)
+async def test_gateways_learn_when_a_model_that_starts_will_be_ready(fleet: Played) -> None:
     """Before its first start by the estimate for its engine, then by what its starts take."""
 
-    async def story(fleet: Played) -> None:
-        def route() -> tuple[float | None, float | None]:
-            (model,) = fleet.controller.routes().models
-            wall = fleet.controller.state.wall()
-            return model.start_s, None if model.ready_at is None else model.ready_at - wall
+    def route() -> tuple[float | None, float | None]:
+        (model,) = fleet.controller.routes().models
+        wall = fleet.controller.state.wall()
+        return model.start_s, None if model.ready_at is None else model.ready_at - wall
 
-        gateway = Demanding(fleet, {"m": 0.0})
-        await gateway.run(3)
-        estimate_s, none = route()
-        assert (estimate_s, none) == (6.0, None)
-        gateway.rates["m"] = 1.0
-        await gateway.run(2)
-        assert 3.0 <= (route()[1] or 0.0) <= 6.0
-        await gateway.run(40)
-        assert route() == (pytest.approx(20.0, abs=0.5), None)
-        gateway.rates["m"] = 0.0
-        await gateway.run(400)
-        assert counts(fleet) == {"m": 0}
-        gateway.rates["m"] = 1.0
-        await gateway.run(12)
-        start_s, left_s = route()
-        assert start_s == pytest.approx(20.0, abs=0.5)
-        assert 7.0 <= (left_s or 0.0) <= 12.0
-
-    play(tmp_path, SLEEPER, story, load_s=20.0)
+    gateway = Demanding(fleet, {"m": 0.0})
+    await gateway.run(3)
+    estimate_s, none = route()
+    assert (estimate_s, none) == (6.0, None)
+    gateway.rates["m"] = 1.0
+    await gateway.run(2)
+    assert 3.0 <= (route()[1] or 0.0) <= 6.0
+    await gateway.run(40)
+    assert route() == (pytest.approx(20.0, abs=0.5), None)
+    gateway.rates["m"] = 0.0
+    await gateway.run(400)
+    assert counts(fleet) == {"m": 0}
+    gateway.rates["m"] = 1.0
+    await gateway.run(12)
+    start_s, left_s = route()
+    assert start_s == pytest.approx(20.0, abs=0.5)
+    assert 7.0 <= (left_s or 0.0) <= 12.0

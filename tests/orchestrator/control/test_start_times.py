@@ -11,7 +11,7 @@ from orchestrator.fleet.replica_states import State
 from orchestrator.fleet.snapshot import ReplicaView
 from orchestrator.records.journal_records import ReadyStart
 from orchestrator.state.start_times import OLD_S, StartTimes, phases_again, ready_at
-from tests.orchestrator.fakes import FakeCluster, Played, play
+from tests.orchestrator.fakes import Played, starting_fleet
 from workers.artifacts.fetch.progress import FetchStatus
 from workers.messages.status import Phase
 
@@ -80,22 +80,17 @@ def test_the_part_before_the_weights_is_known_from_the_phases() -> None:
     assert times(start(10.0, {"engine": 7.0})).before_weights_s is None
 
 
-def test_a_restarted_controller_knows_how_long_a_start_takes(tmp_path: Path) -> None:
+@starting_fleet(SPEC, loads=False)
+async def test_a_restarted_controller_knows_how_long_a_start_takes(first: Played, tmp_path: Path) -> None:
     """As measured by the previous one, also of a model whose replica runs no more."""
-    cluster = FakeCluster()
-    cluster.loads = False
-
-    async def story(first: Played) -> None:
-        await first.until(lambda: cluster.started, "it starts")
-        await cluster.find("m/0").report(phase=Phase.READY, load_s=7.0, load_phases={"process": 7.0})
-        await first.settled()
-        expected = first.controller.scaler.load_times()["m"]
-        await first.kill()
-        await cluster.find("m/0").die("killed")
-        async with Played(tmp_path, cluster, SPEC, journal=first.journal, restarted=True) as second:
-            assert second.controller.scaler.load_times() == {"m": expected}
-
-    play(tmp_path, cluster, SPEC, story)
+    await first.until(lambda: first.cluster.started, "it starts")
+    await first.cluster.find("m/0").report(phase=Phase.READY, load_s=7.0, load_phases={"process": 7.0})
+    await first.settled()
+    expected = first.controller.scaler.load_times()["m"]
+    await first.kill()
+    await first.cluster.find("m/0").die("killed")
+    async with Played(tmp_path, first.cluster, SPEC, journal=first.journal, restarted=True) as second:
+        assert second.controller.scaler.load_times() == {"m": expected}
 
 
 def test_what_has_passed_of_a_start_counts() -> None:

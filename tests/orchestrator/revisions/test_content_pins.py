@@ -13,7 +13,7 @@ from orchestrator.records.journal import Journal
 from orchestrator.records.journal_records import Pin, Revision
 from tests.orchestrator.control.test_prefetch import spec
 from tests.orchestrator.elsewhere import forbid_remote_sources
-from tests.orchestrator.fakes import FakeCluster, Played, play
+from tests.orchestrator.fakes import FakeCluster, Played, play, starting_fleet
 from workers.messages.replica_config import Origin
 
 SOURCE = "s3://models/one"
@@ -32,21 +32,19 @@ def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     forbid_remote_sources(monkeypatch, tmp_path)
 
 
-def test_the_content_stays_the_same_after_the_controller_and_all_replicas_died(tmp_path: Path) -> None:
+@starting_fleet(spec())
+async def test_the_content_stays_the_same_after_the_controller_and_all_replicas_died(
+    played: Played, tmp_path: Path
+) -> None:
     """The source has changed meanwhile."""
-    cluster = FakeCluster()
-
-    async def story(played: Played) -> None:
-        await played.settled()
-        cluster.contents[SOURCE] = "2"
-        await played.kill()
-        await cluster.find("m/0").die("want of memory")
-        async with Played(tmp_path, cluster, spec(), journal=played.journal) as second:
-            await second.settled()
-            await second.kill()
-        assert [config.source for config in cluster.started] == [f"/store/{SOURCE}@1"] * 2
-
-    play(tmp_path, cluster, spec(), story)
+    await played.settled()
+    played.cluster.contents[SOURCE] = "2"
+    await played.kill()
+    await played.cluster.find("m/0").die("want of memory")
+    async with Played(tmp_path, played.cluster, spec(), journal=played.journal) as second:
+        await second.settled()
+        await second.kill()
+    assert [config.source for config in played.cluster.started] == [f"/store/{SOURCE}@1"] * 2
 
 
 def test_a_restart_keeps_the_new_content_after_the_controller_has_died(tmp_path: Path) -> None:
@@ -66,25 +64,21 @@ def test_a_restart_keeps_the_new_content_after_the_controller_has_died(tmp_path:
             await second.kill()
         assert [replica.config.source for replica in cluster.living()] == [f"/store/{SOURCE}@2"] * 3
 
-    play(tmp_path, cluster, spec(replicas=3), story)
+    play(tmp_path, spec(replicas=3), story, cluster=cluster)
 
 
-def test_a_restart_during_a_fetch_gets_the_latest_content(tmp_path: Path) -> None:
+@starting_fleet(spec(degree=24))
+async def test_a_restart_during_a_fetch_gets_the_latest_content(played: Played) -> None:
     """The running fetch is given up."""
-    cluster = FakeCluster()
-
-    async def story(played: Played) -> None:
-        await played.settled()
-        cluster.fetch_s = 100.0
-        await played.apply(spec("s3://models/two", degree=24))
-        await played.until(lambda: cluster.fetching, "it is fetched", 60.0)
-        cluster.contents["s3://models/two"] = "2"
-        await played.operator.restart("m", "tester")
-        await played.settled()
-        assert cluster.started[-1].source == "/store/s3://models/two@2"
-        assert len(cluster.stopped_fetches) == 1
-
-    play(tmp_path, cluster, spec(degree=24), story)
+    await played.settled()
+    played.cluster.fetch_s = 100.0
+    await played.apply(spec("s3://models/two", degree=24))
+    await played.until(lambda: played.cluster.fetching, "it is fetched", 60.0)
+    played.cluster.contents["s3://models/two"] = "2"
+    await played.operator.restart("m", "tester")
+    await played.settled()
+    assert played.cluster.started[-1].source == "/store/s3://models/two@2"
+    assert len(played.cluster.stopped_fetches) == 1
 
 
 def test_a_new_fleet_resolves_its_sources_again(tmp_path: Path) -> None:

@@ -11,56 +11,48 @@ from orchestrator.rollout.rollout_step import DesiredModel, Situation, compute_g
 from placements.facts.core_range import CoreRange
 from placements.facts.topology import TOPOLOGIES, Host
 from placements.spec.schema import ModelSpec, Spec
-from tests.orchestrator.fakes import FakeCluster, Played, virtually
-from tests.orchestrator.rollout.test_updates import play, spec
+from tests.orchestrator.fakes import FakeCluster, Played, play, settled_fleet, virtually
+from tests.orchestrator.rollout.test_updates import spec
+
+QUICK = ", update: {strategy: surge, progress_deadline_s: 60}"
+PATIENT = ", deadlines: {start_s: 3600}"
 
 
-def test_a_rollout_without_progress_fails_at_its_deadline(tmp_path: Path) -> None:
+@settled_fleet(spec(a=QUICK), load_s=5.0)
+async def test_a_rollout_without_progress_fails_at_its_deadline(played: Played) -> None:
     """A new replica without a place: the rollout goes back after progress_deadline_s."""
-    quick = ", update: {strategy: surge, progress_deadline_s: 60}"
-
-    async def story(played: Played) -> None:
-        await played.apply(spec(a_batch=8, a=quick))
-        await played.until(lambda: played.replica("a/1").get("state") == "loading", "it starts")
-        await played.operator.cordon("inf2.48xlarge/0", None, True, "tester")
-        await played.cluster.find("a/1").die("killed")
-        await played.until(lambda: played.controller.status().revision == 3, "rolled back", 120)
-        await played.settled()
-        assert len(played.ready("a")) == 1
-        assert "no progress for 6" in next(e.message for e in played.journal.events() if e.reason == "RolloutFailed")
-
-    play(tmp_path, spec(a=quick), story, load_s=5.0)
+    await played.apply(spec(a_batch=8, a=QUICK))
+    await played.until(lambda: played.replica("a/1").get("state") == "loading", "it starts")
+    await played.operator.cordon("inf2.48xlarge/0", None, True, "tester")
+    await played.cluster.find("a/1").die("killed")
+    await played.until(lambda: played.controller.status().revision == 3, "rolled back", 120)
+    await played.settled()
+    assert len(played.ready("a")) == 1
+    assert "no progress for 6" in next(e.message for e in played.journal.events() if e.reason == "RolloutFailed")
 
 
-def test_a_start_that_compiles_for_long_is_not_rolled_back(tmp_path: Path) -> None:
+@settled_fleet(spec(a=PATIENT), tick_s=5.0, load_s=5.0)
+async def test_a_start_that_compiles_for_long_is_not_rolled_back(played: Played) -> None:
     """A start has its whole start_s: the deadline for progress, 900 s, does not end one of 3000 s."""
-    patient = ", deadlines: {start_s: 3600}"
-
-    async def story(played: Played) -> None:
-        played.cluster.load_s = 3000.0
-        await played.apply(spec(a_batch=8, a=patient))
-        await played.settled(3100.0)
-        assert played.controller.status().revision == 2
-        assert played.replica("a/1")["load_s"] == 3000.0
-
-    play(tmp_path, spec(a=patient), story, tick_s=5.0, load_s=5.0)
+    played.cluster.load_s = 3000.0
+    await played.apply(spec(a_batch=8, a=PATIENT))
+    await played.settled(3100.0)
+    assert played.controller.status().revision == 2
+    assert played.replica("a/1")["load_s"] == 3000.0
 
 
-def test_compiling_is_not_part_of_the_start(tmp_path: Path) -> None:
+@settled_fleet(spec(), tick_s=5.0, load_s=5.0)
+async def test_compiling_is_not_part_of_the_start(played: Played) -> None:
     """The status shows for how long it has compiled, and neither start_s nor the update ends meanwhile."""
-
-    async def story(played: Played) -> None:
-        played.cluster.load_s = 3300.0
-        await played.apply(spec(a_batch=8))
-        await played.until(lambda: played.replica("a/1").get("state") == "loading", "it starts")
-        for compile_s in range(100, 3100, 100):  # a replica's clock cannot be ahead of the controller's
-            await asyncio.sleep(100.0)
-            await played.cluster.find("a/1").report(compile_s=float(compile_s))
-        await played.settled(3400.0)
-        assert played.controller.status().revision == 2
-        assert played.replica("a/1")["failures"] == 0
-
-    play(tmp_path, spec(), story, tick_s=5.0, load_s=5.0)
+    played.cluster.load_s = 3300.0
+    await played.apply(spec(a_batch=8))
+    await played.until(lambda: played.replica("a/1").get("state") == "loading", "it starts")
+    for compile_s in range(100, 3100, 100):  # a replica's clock cannot be ahead of the controller's
+        await asyncio.sleep(100.0)
+        await played.cluster.find("a/1").report(compile_s=float(compile_s))
+    await played.settled(3400.0)
+    assert played.controller.status().revision == 2
+    assert played.replica("a/1")["failures"] == 0
 
 
 def test_a_start_that_exceeds_its_deadline_is_rolled_back(tmp_path: Path) -> None:
@@ -68,6 +60,7 @@ def test_a_start_that_exceeds_its_deadline_is_rolled_back(tmp_path: Path) -> Non
     patient = ", deadlines: {start_s: 3600}, update: {max_failures: 1}"
 
     async def story(played: Played) -> None:
+        await played.settled()
         played.cluster.loads = False
         began = asyncio.get_running_loop().time()
         await played.apply(spec(a_batch=8, a=patient))
@@ -80,40 +73,34 @@ def test_a_start_that_exceeds_its_deadline_is_rolled_back(tmp_path: Path) -> Non
     play(tmp_path, spec(a=patient), story, tick_s=5.0, load_s=5.0)
 
 
-def test_the_start_of_an_unchanged_model_does_not_extend_the_deadline(tmp_path: Path) -> None:
+@settled_fleet(spec(a=QUICK), load_s=5.0)
+async def test_the_start_of_an_unchanged_model_does_not_extend_the_deadline(played: Played) -> None:
     """Only replicas that the update starts have time to start."""
-    quick = ", update: {strategy: surge, progress_deadline_s: 60}"
-
-    async def story(played: Played) -> None:
-        await played.apply(spec(a_batch=8, a=quick))
-        await played.until(lambda: played.replica("a/1").get("state") == "loading", "it starts")
-        await played.operator.cordon("inf2.48xlarge/0", "12-23", True, "tester")
-        await played.cluster.find("a/1").die("killed")
-        played.cluster.load_s = 800.0
-        await played.cluster.find("b/0").die("killed")
-        await played.until(lambda: played.controller.status().revision == 3, "rolled back", 120)
-        assert played.replica("b/0")["state"] == "loading"
-
-    play(tmp_path, spec(a=quick), story, load_s=5.0)
+    await played.apply(spec(a_batch=8, a=QUICK))
+    await played.until(lambda: played.replica("a/1").get("state") == "loading", "it starts")
+    await played.operator.cordon("inf2.48xlarge/0", "12-23", True, "tester")
+    await played.cluster.find("a/1").die("killed")
+    played.cluster.load_s = 800.0
+    await played.cluster.find("b/0").die("killed")
+    await played.until(lambda: played.controller.status().revision == 3, "rolled back", 120)
+    assert played.replica("b/0")["state"] == "loading"
 
 
-def test_replacement_continues_although_more_is_wanted_than_fits(tmp_path: Path) -> None:
+@settled_fleet(spec(a=", replicas: {min: 1, max: 3}", b_replicas=4), load_s=5.0)
+async def test_replacement_continues_although_more_is_wanted_than_fits(played: Played) -> None:
     """Three are wanted and two fit: a drain and a restart keep as many as possible, and do not wait for the third."""
 
-    async def story(played: Played) -> None:
-        def pids() -> set[int]:
-            return {replica["pid"] for replica in played.ready("a")}
+    def pids() -> set[int]:
+        return {replica["pid"] for replica in played.ready("a")}
 
-        await played.operator.scale("a", 3, "tester")
-        await played.until(lambda: len(pids()) == 2, "two find a place", 100)
-        first = pids()
-        await played.operator.drain("a/0", "tester")
-        await played.until(lambda: len(pids()) == 2 and len(pids() & first) == 1, "drained", 100)
-        second = pids()
-        await played.operator.restart("a", "tester")
-        await played.until(lambda: len(pids()) == 2 and not pids() & second, "restarted", 100)
-
-    play(tmp_path, spec(a=", replicas: {min: 1, max: 3}", b_replicas=4), story, load_s=5.0)
+    await played.operator.scale("a", 3, "tester")
+    await played.until(lambda: len(pids()) == 2, "two find a place", 100)
+    first = pids()
+    await played.operator.drain("a/0", "tester")
+    await played.until(lambda: len(pids()) == 2 and len(pids() & first) == 1, "drained", 100)
+    second = pids()
+    await played.operator.restart("a", "tester")
+    await played.until(lambda: len(pids()) == 2 and not pids() & second, "restarted", 100)
 
 
 def test_old_replicas_do_not_wait_forever_for_new_ones_that_do_not_fit(tmp_path: Path) -> None:

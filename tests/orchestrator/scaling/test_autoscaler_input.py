@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,7 +12,7 @@ from orchestrator.gateway.telemetry.exposition import page
 from orchestrator.scaling.autoscaler import FleetNow, History, Targets
 from orchestrator.scaling.demand_report import DemandReport, DemandWindow
 from placements.planner.host_pool import HostPool
-from tests.orchestrator.fakes import FakeCluster, Played, virtually
+from tests.orchestrator.fakes import Played, play, settled_fleet
 from tests.orchestrator.promql import Page
 
 SPEC = """\
@@ -60,22 +58,6 @@ def decider(monkeypatch: pytest.MonkeyPatch) -> Decider:
     return decider
 
 
-def play(tmp_path: Path, story: Callable[[Played], Coroutine[Any, Any, None]]) -> Played:
-    """The story on the fleet of SPEC, once all of it is ready."""
-    fleets: list[Played] = []
-
-    async def live() -> None:
-        cluster = FakeCluster()
-        cluster.load_s = 2.0
-        async with Played(tmp_path, cluster, SPEC) as fleet:
-            fleets.append(fleet)
-            await fleet.settled()
-            await story(fleet)
-
-    virtually(live)
-    return fleets[0]
-
-
 async def report(fleet: Played, first: int, last: int, *models: DemandWindow, gateway: str = "g") -> None:
     """The reports of those numbers, one a second."""
     for number in range(first, last + 1):
@@ -97,80 +79,68 @@ def messages(fleet: Played, reason: str) -> list[str]:
     return [event.message for event in fleet.journal.events() if event.reason == reason]
 
 
-def test_the_autoscaler_gets_hosts_prices_and_usable_cores(tmp_path: Path, decider: Decider) -> None:
+@settled_fleet(SPEC, load_s=2.0)
+async def test_the_autoscaler_gets_hosts_prices_and_usable_cores(fleet: Played, decider: Decider) -> None:
     """Reserved, cordoned and foreign cores are excluded; a lost host is absent."""
-
-    async def story(fleet: Played) -> None:
-        await fleet.operator.cordon("inf2.48xlarge/0", "0-7", True, "tester")
-        await report(fleet, 1, 7)
-        assert usable(decider.last.pool) == [("inf2.24xlarge/0", 11, 0.5), (CORDONED, 16, 0.0), (OTHER, 24, 0.0)]
-        await fleet.cluster.lose("inf2.24xlarge/0")
-        await report(fleet, 8, 20)
-        assert usable(decider.last.pool) == [(CORDONED, 16, 0.0), (OTHER, 24, 0.0)]
-
-    play(tmp_path, story)
+    await fleet.operator.cordon("inf2.48xlarge/0", "0-7", True, "tester")
+    await report(fleet, 1, 7)
+    assert usable(decider.last.pool) == [("inf2.24xlarge/0", 11, 0.5), (CORDONED, 16, 0.0), (OTHER, 24, 0.0)]
+    await fleet.cluster.lose("inf2.24xlarge/0")
+    await report(fleet, 8, 20)
+    assert usable(decider.last.pool) == [(CORDONED, 16, 0.0), (OTHER, 24, 0.0)]
 
 
-def test_the_autoscaler_gets_the_wishes_and_the_state_of_each_model(tmp_path: Path, decider: Decider) -> None:
+@settled_fleet(SPEC, load_s=2.0)
+async def test_the_autoscaler_gets_the_wishes_and_the_state_of_each_model(fleet: Played, decider: Decider) -> None:
     """The spec's settings, the measurements, and the placements of the replicas."""
-
-    async def story(fleet: Played) -> None:
-        await report(fleet, 1, 7)
-        a, b, fixed = decider.last.models
-        assert (a.name, a.cores, a.slots, a.min, a.max, a.priority) == ("a", 4, 8, 1, 3, 7)
-        assert (a.objectives.ttft_ms, a.objectives.tpot_ms, a.objectives.queue_ms) == (800, None, 250)
-        assert (a.worth_per_1000, a.load_s, a.target, a.ready, a.starting, a.reachable) == (2.5, 2.0, 1, 1, 0, 1)
-        assert (a.override, a.first_ready_at, a.since) == (None, 2.0, 2.0)
-        assert a.places == ((0, 0),)
-        assert (b.idle_s, b.ready, b.since, b.first_ready_at, b.load_s) == (30.0, 0, None, None, 6.0)
-        assert fixed.override == 1
-        await fleet.operator.scale("a", 2, "tester")
-        await report(fleet, 8, 9)
-        await report(fleet, 10, 16)
-        assert (decider.last.models[0].override, decider.last.models[0].ready) == (2, 2)
-
-    play(tmp_path, story)
+    await report(fleet, 1, 7)
+    a, b, fixed = decider.last.models
+    assert (a.name, a.cores, a.slots, a.min, a.max, a.priority) == ("a", 4, 8, 1, 3, 7)
+    assert (a.objectives.ttft_ms, a.objectives.tpot_ms, a.objectives.queue_ms) == (800, None, 250)
+    assert (a.worth_per_1000, a.load_s, a.target, a.ready, a.starting, a.reachable) == (2.5, 2.0, 1, 1, 0, 1)
+    assert (a.override, a.first_ready_at, a.since) == (None, 2.0, 2.0)
+    assert a.places == ((0, 0),)
+    assert (b.idle_s, b.ready, b.since, b.first_ready_at, b.load_s) == (30.0, 0, None, None, 6.0)
+    assert fixed.override == 1
+    await fleet.operator.scale("a", 2, "tester")
+    await report(fleet, 8, 9)
+    await report(fleet, 10, 16)
+    assert (decider.last.models[0].override, decider.last.models[0].ready) == (2, 2)
 
 
-def test_reports_of_all_gateways_between_two_decisions_are_one_load(tmp_path: Path, decider: Decider) -> None:
+@settled_fleet(SPEC, load_s=2.0)
+async def test_reports_of_all_gateways_between_two_decisions_are_one_load(fleet: Played, decider: Decider) -> None:
     """Counts are summed, gauges are the latest of each gateway."""
-
-    async def story(fleet: Played) -> None:
-        demand = DemandWindow(model="a", arrived=3, ended=2, slot_s=8.0, waiting=4, live=5, longest_wait_s=1.5)
-        await report(fleet, 1, 1, gateway="other")
-        for number in range(1, 5):
-            for gateway in ("g", "h"):
-                sent = DemandReport(gateway=gateway, number=number, seconds=1.0, models=[demand])
-                await fleet.controller.demand(sent)
-        await asyncio.sleep(5.0)
-        load = decider.calls[0][0].course("a").last
-        assert (load.arrived, load.ended, load.slot_s) == (24, 16, 64.0)
-        assert (load.waiting, load.live, load.longest_wait_s) == (8, 10, 1.5)
-        assert load.seconds == pytest.approx(5.0, abs=1.1)
-
-    play(tmp_path, story)
+    demand = DemandWindow(model="a", arrived=3, ended=2, slot_s=8.0, waiting=4, live=5, longest_wait_s=1.5)
+    await report(fleet, 1, 1, gateway="other")
+    for number in range(1, 5):
+        for gateway in ("g", "h"):
+            sent = DemandReport(gateway=gateway, number=number, seconds=1.0, models=[demand])
+            await fleet.controller.demand(sent)
+    await asyncio.sleep(5.0)
+    load = decider.calls[0][0].course("a").last
+    assert (load.arrived, load.ended, load.slot_s) == (24, 16, 64.0)
+    assert (load.waiting, load.live, load.longest_wait_s) == (8, 10, 1.5)
+    assert load.seconds == pytest.approx(5.0, abs=1.1)
 
 
-def test_each_change_is_an_event_with_its_reason(tmp_path: Path, decider: Decider) -> None:
+@settled_fleet(SPEC, load_s=2.0)
+async def test_each_change_is_an_event_with_its_reason(fleet: Played, decider: Decider) -> None:
     """In the status, and counted for /metrics."""
-
-    async def story(fleet: Played) -> None:
-        decider.counts, decider.reasons = {"a": 3, "b": 1}, {"a": "1 to 3: high demand", "b": "a request waits"}
-        await report(fleet, 1, 7, DemandWindow(model="b", waiting=1, live=2))
-        decider.reasons = {}
-        await report(fleet, 8, 20)
-        decider.counts, decider.reasons = {"a": 2, "b": 0}, {"a": "3 to 2: low demand"}
-        await report(fleet, 21, 27)
-        shown = fleet.model("a")["scaling"]
-        assert (shown["target"], shown["why"], shown["min"], shown["max"]) == (2, "3 to 2: low demand", 1, 3)
-        assert shown["demand"] == {"arrivals_per_s": 0.0, "waiting": 0, "live": 0}
-        metrics = Page.read(page(await fleet.controller.metrics())[0].decode())
-        assert metrics.value("corewright_target_replicas", model="a") == 2
-        assert metrics.value("corewright_scaling_decisions_total", model="a", kind="ScaledUp") == 1
-        assert metrics.value("corewright_replicas_max", model="a") == 3
-        assert metrics.value("corewright_demand_requests", model="a", state="waiting") == 0
-
-    fleet = play(tmp_path, story)
+    decider.counts, decider.reasons = {"a": 3, "b": 1}, {"a": "1 to 3: high demand", "b": "a request waits"}
+    await report(fleet, 1, 7, DemandWindow(model="b", waiting=1, live=2))
+    decider.reasons = {}
+    await report(fleet, 8, 20)
+    decider.counts, decider.reasons = {"a": 2, "b": 0}, {"a": "3 to 2: low demand"}
+    await report(fleet, 21, 27)
+    shown = fleet.model("a")["scaling"]
+    assert (shown["target"], shown["why"], shown["min"], shown["max"]) == (2, "3 to 2: low demand", 1, 3)
+    assert shown["demand"] == {"arrivals_per_s": 0.0, "waiting": 0, "live": 0}
+    metrics = Page.read(page(await fleet.controller.metrics())[0].decode())
+    assert metrics.value("corewright_target_replicas", model="a") == 2
+    assert metrics.value("corewright_scaling_decisions_total", model="a", kind="ScaledUp") == 1
+    assert metrics.value("corewright_replicas_max", model="a") == 3
+    assert metrics.value("corewright_demand_requests", model="a", state="waiting") == 0
     assert messages(fleet, "ScaledUp") == ["1 to 3: high demand"]
     assert messages(fleet, "Woken") == ["0 to 1: a request waits"]
     assert messages(fleet, "ScaledDown") == ["3 to 2: low demand"]
@@ -181,76 +151,66 @@ def test_a_held_back_model_is_reported_at_the_start_then_rarely(tmp_path: Path, 
     """Twenty-five minutes of it are three events, not three hundred."""
 
     async def story(fleet: Played) -> None:
+        await fleet.settled()
         decider.reasons = {"a": "held back: no cores"}
         await report(fleet, 1, 1500)
         decider.reasons = {}
         await report(fleet, 1501, 1600)
         decider.reasons = {"a": "held back: again"}
         await report(fleet, 1601, 1610)
+        assert messages(fleet, "HeldBack") == ["held back: no cores"] * 3 + ["held back: again"]
 
-    held = messages(play(tmp_path, story), "HeldBack")
-    assert held == ["held back: no cores"] * 3 + ["held back: again"]
+    play(tmp_path, SPEC, story, load_s=2.0)
 
 
-def test_the_status_and_clients_see_what_holds_a_model_back(tmp_path: Path, decider: Decider) -> None:
+@settled_fleet(SPEC, load_s=2.0)
+async def test_the_status_and_clients_see_what_holds_a_model_back(fleet: Played, decider: Decider) -> None:
     """As at the start, since the figures change with each decision; clients get no figures."""
 
-    async def story(fleet: Played) -> None:
-        def reasons() -> tuple[str | None, str | None]:
-            routes = fleet.controller.routes().models
-            return fleet.model("b")["reason"], next(route.reason for route in routes if route.name == "b")
+    def reasons() -> tuple[str | None, str | None]:
+        routes = fleet.controller.routes().models
+        return fleet.model("b")["reason"], next(route.reason for route in routes if route.name == "b")
 
-        decider.reasons = {"b": "held back: no cores; 0.1 requests a second"}
-        await report(fleet, 1, 10)
-        decider.reasons = {"b": "held back: no cores; 0.2 requests a second"}
-        await report(fleet, 11, 20)
-        assert reasons() == ("held back: no cores; 0.1 requests a second", "held back: no cores")
-        decider.reasons = {}
-        await report(fleet, 21, 30)
-        assert reasons() == (None, None)
-
-    play(tmp_path, story)
+    decider.reasons = {"b": "held back: no cores; 0.1 requests a second"}
+    await report(fleet, 1, 10)
+    decider.reasons = {"b": "held back: no cores; 0.2 requests a second"}
+    await report(fleet, 11, 20)
+    assert reasons() == ("held back: no cores; 0.1 requests a second", "held back: no cores")
+    decider.reasons = {}
+    await report(fleet, 21, 30)
+    assert reasons() == (None, None)
 
 
-def test_a_decision_outside_the_autoscalers_scope_is_ignored(tmp_path: Path, decider: Decider) -> None:
+@settled_fleet(SPEC, load_s=2.0)
+async def test_a_decision_outside_the_autoscalers_scope_is_ignored(fleet: Played, decider: Decider) -> None:
     """For a manually scaled model, one without auto, and numbers out of bounds."""
-
-    async def story(fleet: Played) -> None:
-        await fleet.operator.scale("b", 1, "tester")
-        decider.counts = {"a": 9, "b": 0, "fixed": 0}
-        await report(fleet, 1, 7)
-        state = fleet.controller.state
-        assert [state.counts.desired(model) for model in state.current.spec.models] == [3, 1, 1]
-
-    play(tmp_path, story)
+    await fleet.operator.scale("b", 1, "tester")
+    decider.counts = {"a": 9, "b": 0, "fixed": 0}
+    await report(fleet, 1, 7)
+    state = fleet.controller.state
+    assert [state.counts.desired(model) for model in state.current.spec.models] == [3, 1, 1]
 
 
-def test_reports_of_a_restarted_gateway_are_accepted(tmp_path: Path, decider: Decider) -> None:
+@settled_fleet(SPEC, load_s=2.0)
+async def test_reports_of_a_restarted_gateway_are_accepted(fleet: Played, decider: Decider) -> None:
     """Its numbers start at one again."""
-
-    async def story(fleet: Played) -> None:
-        await report(fleet, 1, 7, DemandWindow(model="a", arrived=1))
-        await report(fleet, 1, 1, DemandWindow(model="a", arrived=100))
-        await report(fleet, 2, 6)
-        assert sum(history.course("a").last.arrived for history, _, _ in decider.calls) == 107
-
-    play(tmp_path, story)
+    await report(fleet, 1, 7, DemandWindow(model="a", arrived=1))
+    await report(fleet, 1, 1, DemandWindow(model="a", arrived=100))
+    await report(fleet, 2, 6)
+    assert sum(history.course("a").last.arrived for history, _, _ in decider.calls) == 107
 
 
-def test_a_removed_model_is_forgotten(tmp_path: Path, decider: Decider) -> None:
+@settled_fleet(SPEC, load_s=2.0)
+async def test_a_removed_model_is_forgotten(fleet: Played, decider: Decider) -> None:
     """Its target and its history; a report that still has it is not an error."""
-
-    async def story(fleet: Played) -> None:
-        decider.counts = {"a": 3}
-        await report(fleet, 1, 7, DemandWindow(model="a", arrived=1))
-        await fleet.apply(SPEC.replace("  a:\n", "  other:\n"))
-        decider.counts = {}
-        await report(fleet, 8, 14, DemandWindow(model="a", arrived=1))
-        assert fleet.journal.state().targets == {}
-        assert decider.calls[-1][0].course("a").asked_at is None
-        assert fleet.model("other")["wanted"] == 1
-
-    play(tmp_path, story)
+    decider.counts = {"a": 3}
+    await report(fleet, 1, 7, DemandWindow(model="a", arrived=1))
+    await fleet.apply(SPEC.replace("  a:\n", "  other:\n"))
+    decider.counts = {}
+    await report(fleet, 8, 14, DemandWindow(model="a", arrived=1))
+    assert fleet.journal.state().targets == {}
+    assert decider.calls[-1][0].course("a").asked_at is None
+    assert fleet.model("other")["wanted"] == 1
 
 
 def test_a_trace_is_read_in_pages_with_the_measured_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,6 +219,7 @@ def test_a_trace_is_read_in_pages_with_the_measured_loads(tmp_path: Path, monkey
     monkeypatch.setenv("COREWRIGHT_HOME", str(tmp_path))
 
     async def story(fleet: Played) -> None:
+        await fleet.settled()
         empty = await fleet.operator.trace("", 10)
         speeds = empty.pop("speeds")
         assert empty == {"requests": [], "next": "", "more": False}
@@ -268,75 +229,67 @@ def test_a_trace_is_read_in_pages_with_the_measured_loads(tmp_path: Path, monkey
             await fleet.operator.trace("no place", 10)
         assert (refused.value.status, refused.value.problem.id) == (400, "trace-cursor-wrong")
 
-    play(tmp_path, story)
-    assert not folder.exists()
+        assert not folder.exists()
+
+    play(tmp_path, SPEC, story, load_s=2.0)
 
 
-def test_a_lower_min_stops_no_replica_by_itself(tmp_path: Path, decider: Decider) -> None:
+@settled_fleet(SPEC, load_s=2.0)
+async def test_a_lower_min_stops_no_replica_by_itself(fleet: Played, decider: Decider) -> None:
     """Running replicas continue until the autoscaler removes them; a change of the process is an update as usual."""
     more = SPEC.replace("replicas: {min: 1, max: 3}", "replicas: {min: 2, max: 3}")
     none = SPEC.replace("replicas: {min: 1, max: 3}", "replicas: {min: 0, max: 3}").replace(
         "max_batch: 8", "max_batch: 4"
     )
-
-    async def story(fleet: Played) -> None:
-        await fleet.apply(more)
-        await fleet.settled()
-        await report(fleet, 1, 7)
-        await fleet.apply(none)
-        state, least = fleet.controller.state, 2
-        for number in range(8, 40):
-            await report(fleet, number, number)
-            least = min(least, state.ready("a"))
-        assert least == 2
-        decider.counts = {"a": 1}
-        await report(fleet, 40, 46)
-        assert state.counts.desired(state.current.spec.models[0]) == 1
-
-    assert messages(play(tmp_path, story), "ScaledDown") == ["2 to 1"]
+    await fleet.apply(more)
+    await fleet.settled()
+    await report(fleet, 1, 7)
+    await fleet.apply(none)
+    state, least = fleet.controller.state, 2
+    for number in range(8, 40):
+        await report(fleet, number, number)
+        least = min(least, state.ready("a"))
+    assert least == 2
+    decider.counts = {"a": 1}
+    await report(fleet, 40, 46)
+    assert state.counts.desired(state.current.spec.models[0]) == 1
+    assert messages(fleet, "ScaledDown") == ["2 to 1"]
 
 
-def test_the_longest_wait_of_all_gateways_counts(tmp_path: Path, decider: Decider) -> None:
+@settled_fleet(SPEC, load_s=2.0)
+async def test_the_longest_wait_of_all_gateways_counts(fleet: Played, decider: Decider) -> None:
     """Not that of the gateway with the latest request."""
-
-    async def story(fleet: Played) -> None:
-        for number in range(1, 8):
-            await asyncio.sleep(1.0)
-            for gateway, waited in (("g", 90.0), ("h", 1.0)):
-                waits = DemandWindow(model="a", waiting=1, longest_wait_s=waited)
-                sent = DemandReport(gateway=gateway, number=number, seconds=1.0, models=[waits])
-                await fleet.controller.demand(sent)
-        assert decider.calls[-1][0].course("a").last.longest_wait_s == 90.0
-
-    play(tmp_path, story)
+    for number in range(1, 8):
+        await asyncio.sleep(1.0)
+        for gateway, waited in (("g", 90.0), ("h", 1.0)):
+            waits = DemandWindow(model="a", waiting=1, longest_wait_s=waited)
+            sent = DemandReport(gateway=gateway, number=number, seconds=1.0, models=[waits])
+            await fleet.controller.demand(sent)
+    assert decider.calls[-1][0].course("a").last.longest_wait_s == 90.0
 
 
-def test_the_idle_time_of_a_model_restarts_after_zero_replicas(tmp_path: Path, decider: Decider) -> None:
+@settled_fleet(SPEC, load_s=2.0)
+async def test_the_idle_time_of_a_model_restarts_after_zero_replicas(fleet: Played, decider: Decider) -> None:
     """When its next replica is ready, not when one was first ready an hour ago."""
-
-    async def story(fleet: Played) -> None:
-        decider.counts = {"b": 1}
-        await report(fleet, 1, 20)
-        first = decider.last.models[1].first_ready_at
-        decider.counts = {"b": 0}
-        await report(fleet, 21, 40)
-        assert decider.last.models[1].first_ready_at is None
-        decider.counts = {"b": 1}
-        await report(fleet, 41, 60)
-        again = decider.last.models[1].first_ready_at
-        assert first is not None
-        assert again is not None
-        assert again > first + 20
-
-    play(tmp_path, story)
+    decider.counts = {"b": 1}
+    await report(fleet, 1, 20)
+    first = decider.last.models[1].first_ready_at
+    decider.counts = {"b": 0}
+    await report(fleet, 21, 40)
+    assert decider.last.models[1].first_ready_at is None
+    decider.counts = {"b": 1}
+    await report(fleet, 41, 60)
+    again = decider.last.models[1].first_ready_at
+    assert first is not None
+    assert again is not None
+    assert again > first + 20
 
 
-def test_a_model_that_cannot_be_started_triggers_only_one_immediate_decision(tmp_path: Path, decider: Decider) -> None:
+@settled_fleet(SPEC, load_s=2.0)
+async def test_a_model_that_cannot_be_started_triggers_only_one_immediate_decision(
+    fleet: Played, decider: Decider
+) -> None:
     """Its waiting requests do not trigger a decision each second."""
-
-    async def story(fleet: Played) -> None:
-        decider.counts = {"b": 0}
-        await report(fleet, 1, 60, DemandWindow(model="b", waiting=1))
-        assert 12 <= len(decider.calls) <= 26
-
-    play(tmp_path, story)
+    decider.counts = {"b": 0}
+    await report(fleet, 1, 60, DemandWindow(model="b", waiting=1))
+    assert 12 <= len(decider.calls) <= 26
