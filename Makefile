@@ -71,7 +71,7 @@ test-live: venv
 
 test-long: venv chromium
 	$(BIN)/pytest -m "($(LONG)) and not (real or vllm)" $(PYTEST_ARGS)
-	EXAMPLES=300 $(BIN)/pytest -m "not ($(LONG))" tests/properties $(PYTEST_ARGS)
+	EXAMPLES=300 $(BIN)/pytest -m "hypothesis and not (live or real or vllm or clients or $(LONG))" $(PYTEST_ARGS)
 
 # Skips with what to set where no sources are named.
 test-real: venv

@@ -17,6 +17,7 @@ from tests.doubles import neuron as neuron
 from tests.open_files import closes_files as closes_files
 from tests.s3 import s3_proxy as s3_proxy
 from tests.s3 import s3_server as s3_server
+from tests.searches import search
 
 # Collecting imports and makes millions of objects that stay: the garbage collector would walk them again and again.
 gc.disable()
@@ -40,8 +41,8 @@ atexit.register(shutil.rmtree, os.environ["NEURON_COMPILE_CACHE_URL"], ignore_er
 for _name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE", "HF_TOKEN"):
     os.environ.pop(_name, None)
 
-# Not by the time of a loaded machine; otherwise as Hypothesis chooses, here or in CI.
-settings.register_profile("untimed", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# Not by the time of a loaded machine.
+settings.register_profile("untimed", search(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 
 # Of the recorded versions of the Neuron packages: the newest of transformers-neuronx, and of NxD Inference the last for

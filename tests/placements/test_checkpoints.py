@@ -1,13 +1,13 @@
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from placements.facts.checkpoints import FAMILIES, Checkpoint, CheckpointError, ParameterCounts
+from tests.searches import search
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -183,7 +183,7 @@ def test_groups_are_those_that_transformers_builds(config: dict[str, Any]) -> No
 
 
 @pytest.mark.slow
-@settings(max_examples=int(os.environ.get("EXAMPLES", "100")), deadline=None)
+@search(50)
 @given(data=st.data())
 @pytest.mark.parametrize("family", FAMILIES)
 def test_any_small_config_is_counted_as_transformers_builds_it(family: str, data: st.DataObject) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from placements.facts.checkpoints import Checkpoint, CheckpointError
@@ -13,6 +13,7 @@ from placements.facts.encoders import EMBEDDING_DECODERS, ENCODERS, KINDS, famil
 from placements.resources.host_memory import host_memory
 from placements.resources.memory import estimate
 from placements.spec.schema import ModelSpec
+from tests.searches import search
 
 BERT: dict[str, Any] = {
     "model_type": "bert",
@@ -69,7 +70,7 @@ def built(config: dict[str, Any]) -> Any:
         return transformers.AutoModel.from_config(transformers.AutoConfig.for_model(config["model_type"], **options))
 
 
-@settings(max_examples=15, deadline=None)
+@search(10, cost=4)
 @given(data=st.data())
 @pytest.mark.parametrize("family", families("embedding"))
 def test_parameters_are_those_that_transformers_builds(family: str, data: st.DataObject) -> None:

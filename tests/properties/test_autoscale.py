@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.scaling.autoscaler import FleetNow, History, Load, ModelNow, Targets, autoscale
@@ -15,10 +15,11 @@ from placements.planner.capacity import Capacity
 from placements.planner.tenants import Tenant
 from placements.spec.scaling import Objectives
 from tests.orchestrator.scaling.pools import need_of, pool_of
+from tests.searches import search
 
 NOW = 10_000.0
 NAMES = ("a", "b", "c", "d")
-_FEW = settings(max_examples=40, deadline=None)
+_FEW = search(20)
 
 
 @st.composite
@@ -182,7 +183,7 @@ def play(fleet: FleetNow, rates: Mapping[str, float], seconds: float) -> list[di
 
 
 @pytest.mark.slow
-@settings(max_examples=8, deadline=None)
+@search(4, cost=10)
 @given(st.lists(st.sampled_from((0.0, 0.02, 0.3, 1.0, 3.0)), min_size=4, max_size=4), st.data())
 def test_an_hour_of_constant_load_reaches_a_fixed_point(rates: list[float], data: st.DataObject) -> None:
     """After the first twenty minutes only models without requests change: they scale to zero."""

@@ -1,16 +1,12 @@
-"""The autoscaler and the planner count the same cores, whatever the spec, the hosts, what runs and what is quarantined.
-
-EXAMPLES=3000 searches longer than the few seconds of an ordinary run.
-"""
+"""The autoscaler and the planner count the same cores, whatever the spec, the hosts, what runs or is quarantined."""
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import replace
 
-from hypothesis import HealthCheck, assume, event, given, settings
+from hypothesis import HealthCheck, assume, event, given
 from hypothesis import strategies as st
 
 from placements.planner.capacity import Capacity, Need, needs
@@ -18,11 +14,10 @@ from placements.planner.host_pool import HostPool
 from placements.planner.plan import Running
 from placements.planner.tenants import Tenant
 from tests.properties.test_plan import Case, cases
+from tests.searches import search
 
 # Two of three drawn fleets are not at rest, since a pin of theirs was taken or quarantined.
-_SEARCHED = settings(
-    max_examples=int(os.environ.get("EXAMPLES", "120")), deadline=None, suppress_health_check=list(HealthCheck)
-)
+_SEARCHED = search(40, suppress_health_check=list(HealthCheck))
 
 
 @st.composite

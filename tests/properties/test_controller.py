@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import logging
 import math
-import os
 import random
 import tempfile
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, example, given
 from hypothesis import strategies as st
 
 from orchestrator.api.schemas import OperationRefused
@@ -31,9 +30,9 @@ from orchestrator.scaling.demand_report import DemandReport, DemandWindow
 from orchestrator.state import fleet_state
 from tests.orchestrator.elsewhere import forbid_remote_sources
 from tests.orchestrator.fakes import FakeCluster, Played, virtually
+from tests.searches import search
 from workers.messages.status import Failure, Phase, Reaction
 
-EXAMPLES = int(os.environ.get("EXAMPLES", "25"))
 HOSTS = 2
 LOAD_S = 7.0
 FETCH_S = 40.0
@@ -288,7 +287,7 @@ class World:
         await asyncio.sleep(seconds)
 
 
-@settings(deadline=None, max_examples=EXAMPLES, suppress_health_check=[HealthCheck.too_slow])
+@search(12, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(events, max_size=14))
 @example([("take_core", 8), ("wait", 1)])  # between the decision to start and the start
 @example([("apply", 2), ("wait", 1), ("apply", 5), ("scale", "big", 3)])  # old ones waited for ever for a third's place
@@ -308,7 +307,7 @@ def test_after_any_sequence_of_events_the_fleet_is_as_the_spec_says(story: list[
     virtually(live)
 
 
-@settings(deadline=None, max_examples=EXAMPLES)
+@search(12)
 @given(
     replicas=st.integers(1, 4),
     load_s=st.floats(0.1, 50),
@@ -357,7 +356,7 @@ mishaps = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=EXAMPLES // 3, suppress_health_check=[HealthCheck.too_slow])
+@search(4, cost=3, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(mishaps, max_size=8))
 @example([("lose_host", 0)])
 @example([("lose_host", 1)])

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.searches import search
 from workers.artifacts.store.budget import Eviction, StoredArtifact, choose_evictions, occupied_bytes
 
 SIZES = {f"content-{number}": 1 << number for number in range(8)}
@@ -28,7 +29,7 @@ def stores(draw: st.DrawFn) -> list[StoredArtifact]:
     ]
 
 
-few = settings(max_examples=40, deadline=None)
+few = search(40)
 wants = st.integers(-10, 600)
 levels = st.floats(0, 100)
 

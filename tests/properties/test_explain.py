@@ -1,17 +1,13 @@
-"""What holds for every explanation: it never lies about what would help, whatever the spec, the hosts and the fleet.
-
-EXAMPLES=2000 searches longer than the few seconds of an ordinary run.
-"""
+"""What holds for every explanation: it never lies about what would help, whatever the spec, the hosts and the fleet."""
 
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from hypothesis import event, example, given, settings
+from hypothesis import event, example, given
 from hypothesis import strategies as st
 
 from placements.explain.explain import explain
@@ -27,6 +23,7 @@ from placements.rules.checks import check
 from placements.spec.notation import CorePin
 from placements.spec.schema import HostsSpec, ModelSpec, Replicas, Reserve, Spec, Spread
 from tests.placements.fleets import GPT2_XL, LLAMA_2_7B
+from tests.searches import search
 
 MACHINE = Machine(cpus=(0, 1))
 TYPES = ("inf2.xlarge", "inf2.24xlarge", "inf2.48xlarge", "trn1.2xlarge", "trn1.32xlarge", "trn2.48xlarge")
@@ -139,7 +136,7 @@ OUSTING = Spec(  # a greater degree of the first would fit, and cost the second 
 )
 
 
-@settings(max_examples=int(os.environ.get("EXAMPLES", "30")), deadline=None)
+@search(12)
 @given(cases())
 @example(Case(FULL, {}))
 @example(Case(OUSTING, {"a": LLAMA_2_7B}))
@@ -173,7 +170,7 @@ def test_every_suggestion_works_when_it_is_planned_anew(case: Case) -> None:
         assert len(equals) <= trial.moves
 
 
-@settings(max_examples=int(os.environ.get("EXAMPLES", "30")), deadline=None)
+@search(12)
 @given(cases())
 def test_an_explanation_names_a_constraint_if_and_only_if_one_fails(case: Case) -> None:
     """And its JSON can be written."""

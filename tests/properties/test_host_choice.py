@@ -1,16 +1,12 @@
-"""The hosts that are added for missing replicas are the cheapest that hold them.
-
-EXAMPLES=3000 searches longer than the few seconds of an ordinary run.
-"""
+"""The hosts that are added for missing replicas are the cheapest that hold them."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from itertools import product
 
 import pytest
-from hypothesis import event, given, settings
+from hypothesis import event, given
 from hypothesis import strategies as st
 
 from placements.facts.machine import Machine
@@ -22,8 +18,8 @@ from placements.planner.plan import Running, Unplaced, plan
 from placements.planner.spec_hosts import hosts_for
 from placements.spec.schema import HostsSpec, Spec
 from tests.placements.fleets import model
+from tests.searches import search
 
-EXAMPLES = int(os.environ.get("EXAMPLES", "40"))
 BLOCKS = {"inf2.xlarge": [2], "inf2.24xlarge": [8, 4], "inf2.48xlarge": [8, 8, 8]}
 """Cores of a host as aligned blocks of powers of two: what replicas of degrees 1, 2, 4 and 8 can use."""
 
@@ -73,7 +69,7 @@ def holds(items: Sequence[int], counts: Sequence[tuple[str, int]]) -> bool:
     return True
 
 
-@settings(deadline=None, max_examples=EXAMPLES)
+@search(25)
 @given(specs())
 def test_no_cheaper_set_of_hosts_holds_what_is_wanted(spec: Spec) -> None:
     """Against every combination of numbers of hosts, with a packing of its own: price, then fewest hosts and cores."""
@@ -105,7 +101,7 @@ def test_no_cheaper_set_of_hosts_holds_what_is_wanted(spec: Spec) -> None:
     assert {added.host for added in choice.added() if not added.replicas} == set()
 
 
-@settings(deadline=None, max_examples=EXAMPLES)
+@search(25)
 @given(specs(), st.sets(st.integers(0, 9)), st.booleans(), st.booleans())
 def test_adding_hosts_leaves_what_runs_and_is_the_same_each_time(
     spec: Spec, missing: set[int], backwards: bool, by_halves: bool

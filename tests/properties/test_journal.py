@@ -1,11 +1,7 @@
-"""What holds for every journal: whatever is written, wherever it is cut, whatever is flipped, however often compacted.
-
-EXAMPLES=300 searches longer than the few seconds of an ordinary run.
-"""
+"""What holds for every journal: whatever is written, wherever it is cut or damaged, however often compacted."""
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -14,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.records import journal as module
@@ -33,8 +29,7 @@ from orchestrator.records.journal_records import (
     RolloutState,
     Scale,
 )
-
-EXAMPLES = int(os.environ.get("EXAMPLES", "40"))
+from tests.searches import search
 
 texts = st.text(max_size=12)
 names = st.sampled_from(["a", "b", "größer", 'q"\n'])
@@ -136,7 +131,7 @@ def same(contents: Contents, state: JournalState, newest: list[Event]) -> bool:
     return contents.state == state and list(contents.events) == newest
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@search(20)
 @given(st.lists(records, max_size=8))
 def test_a_journal_cut_at_any_byte_is_the_fold_of_its_whole_records(wanted: list[Record]) -> None:
     """At most the record that the cut goes through is lost, and no cut counts as damage."""
@@ -153,7 +148,7 @@ def test_a_journal_cut_at_any_byte_is_the_fold_of_its_whole_records(wanted: list
         assert contents.damage == []
 
 
-@settings(max_examples=max(1, EXAMPLES // 8), deadline=None)
+@search(3, cost=8)
 @given(st.lists(records, min_size=1, max_size=4), records, st.sampled_from([1, 1 << 20]))
 def test_a_cut_journal_opens_and_goes_on(wanted: list[Record], more: Record, most_bytes: int) -> None:
     """The file itself, cut at every byte: it opens, takes the next record with the next number, and opens again."""
@@ -174,7 +169,7 @@ def test_a_cut_journal_opens_and_goes_on(wanted: list[Record], more: Record, mos
                 assert again.damage == []
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@search(20)
 @given(st.lists(st.lists(records, max_size=8), max_size=5), st.integers(1, 3000))
 def test_compaction_and_reopening_change_nothing(sessions: list[list[Record]], most_bytes: int) -> None:
     """A journal that is written anew at any size, in any number of sessions, reads as one kept in memory."""
@@ -190,7 +185,7 @@ def test_compaction_and_reopening_change_nothing(sessions: list[list[Record]], m
             assert journal.damage == []
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@search(20)
 @given(st.lists(records, min_size=1, max_size=8), st.integers(1, 3000))
 def test_a_compacted_journal_cut_after_its_state_keeps_the_state(wanted: list[Record], most_bytes: int) -> None:
     """A cut through the events that compaction kept, or through later records, costs no more than these."""
@@ -206,7 +201,7 @@ def test_a_compacted_journal_cut_after_its_state_keeps_the_state(wanted: list[Re
         assert contents.state.seq == len(written) or whole < len(boundaries) - 1
 
 
-@settings(max_examples=EXAMPLES * 5, deadline=None)
+@search(100)
 @given(st.lists(records, min_size=3, max_size=8), st.data())
 def test_damaged_bytes_cost_only_their_records_and_are_reported(wanted: list[Record], data: st.DataObject) -> None:
     """Some bytes inside one record replaced by any others: all other records are read, whatever the bytes are."""
@@ -227,7 +222,7 @@ def test_damaged_bytes_cost_only_their_records_and_are_reported(wanted: list[Rec
     assert len(contents.damage) == 1
 
 
-@settings(max_examples=EXAMPLES * 5, deadline=None)
+@search(100)
 @given(st.binary(max_size=400))
 def test_any_bytes_can_be_read(noise: bytes) -> None:
     """What is no journal is an empty one: nothing in a file keeps the controller from starting."""
@@ -237,7 +232,7 @@ def test_any_bytes_can_be_read(noise: bytes) -> None:
     assert contents.kept == (len(noise) if contents.damage else 0)
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@search(20)
 @given(st.lists(records, max_size=20))
 def test_the_fold_is_deterministic_and_changes_nothing_it_was_given(wanted: list[Record]) -> None:
     """The same records give the same states, each time; a record that is in the state already changes nothing."""

@@ -1,17 +1,13 @@
-"""What holds for every plan, whatever the spec, the hosts, what runs and what is quarantined.
-
-EXAMPLES=3000 searches longer than the few seconds of an ordinary run.
-"""
+"""What holds for every plan, whatever the spec, the hosts, what runs and what is quarantined."""
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 
-from hypothesis import event, example, given, settings
+from hypothesis import event, example, given
 from hypothesis import strategies as st
 
 from placements.facts.checkpoints import Checkpoint
@@ -25,6 +21,7 @@ from placements.rules.checks import check, threads_within_budget
 from placements.spec.notation import CorePin
 from placements.spec.schema import HostsSpec, ModelSpec, Spec
 from tests.placements.fleets import GPT2_XL, LLAMA_2_7B
+from tests.searches import EXAMPLES, search
 
 SHAPES = (GPT2_XL, LLAMA_2_7B)
 
@@ -183,9 +180,7 @@ def free_windows(case: Case, drawn: Plan, tp: int) -> list[tuple[Host, CoreRange
     return spots
 
 
-quick = settings(
-    max_examples=int(os.environ.get("EXAMPLES", "25")), deadline=None, derandomize="EXAMPLES" not in os.environ
-)
+quick = search(20, derandomize=not EXAMPLES)
 
 
 @quick

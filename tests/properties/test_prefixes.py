@@ -1,18 +1,13 @@
-"""What holds for every memory of prefixes, against lists of all that it was told.
-
-EXAMPLES=300 searches longer than the few seconds of an ordinary run.
-"""
+"""What holds for every memory of prefixes, against lists of all that it was told."""
 
 from __future__ import annotations
 
-import os
-
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.dispatch.prefix_index import PrefixIndex, Sessions, chain
+from tests.searches import search
 
-EXAMPLES = int(os.environ.get("EXAMPLES", "60"))
 BLOCK = 3
 
 prompts = st.lists(st.integers(0, 1), max_size=20)
@@ -28,7 +23,7 @@ def alike(first: list[tuple[int, ...]], other: list[tuple[int, ...]]) -> int:
     return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(first), len(other)))
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@search(40)
 @given(histories, prompts)
 def test_with_room_the_share_is_the_best_of_all_prompts(history: list[list[int]], prompt: list[int]) -> None:
     """The blocks in common with the prompt that begins most like it."""
@@ -40,7 +35,7 @@ def test_with_room_the_share_is_the_best_of_all_prompts(history: list[list[int]]
     assert memory.share(chain(prompt, BLOCK)) == (best / len(blocks) if blocks else 0.0)
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@search(40)
 @given(histories, prompts, st.integers(1, 8))
 def test_a_small_memory_is_bounded_and_never_says_too_much(
     history: list[list[int]], prompt: list[int], room: int
@@ -57,7 +52,7 @@ def test_a_small_memory_is_bounded_and_never_says_too_much(
     assert small.share(chain(prompt, BLOCK)) == small.share(chain(prompt, BLOCK))
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@search(40)
 @given(histories, st.integers(1, 8))
 def test_what_is_remembered_of_a_prompt_is_its_beginning(history: list[list[int]], room: int) -> None:
     """Of any prompt of the past, the blocks that are known are all before those that are not: halving finds the end."""
@@ -70,7 +65,7 @@ def test_what_is_remembered_of_a_prompt_is_its_beginning(history: list[list[int]
         assert memory.share(chain(past, BLOCK)) * len(remembered) == sum(remembered)
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@search(40)
 @given(
     st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 2), st.sampled_from([0.0, 0.5, 3.0])), max_size=30),
     st.integers(1, 3),

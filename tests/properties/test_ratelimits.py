@@ -1,15 +1,11 @@
-"""What holds for the limits of a key, however its requests come, end, and are refused.
-
-EXAMPLES=3000 searches longer than the few seconds of an ordinary run.
-"""
+"""What holds for the limits of a key, however its requests come, end, and are refused."""
 
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.access.keys import Allowance
@@ -24,8 +20,8 @@ from orchestrator.gateway.key_limits import (
     reserve,
     settle,
 )
+from tests.searches import search
 
-EXAMPLES = int(os.environ.get("EXAMPLES", "100"))
 ROUNDING = 1.0001
 
 
@@ -55,7 +51,7 @@ COUNTS = st.builds(KeyCounts, st.floats(0, 1e9), USED, USED)
 
 
 @given(limits=LIMITS, steps=STEPS, began=st.sampled_from([0.0, 1e6]))
-@settings(max_examples=EXAMPLES)
+@search(40)
 def test_since_the_first_request_never_more_than_the_limit_and_one_for_each_minute(
     limits: Allowance, steps: list[Step], began: float
 ) -> None:
@@ -81,7 +77,7 @@ def test_since_the_first_request_never_more_than_the_limit_and_one_for_each_minu
 
 
 @given(limits=LIMITS, steps=STEPS)
-@settings(max_examples=EXAMPLES)
+@search(40)
 def test_in_any_span_never_more_is_reserved_than_the_limit_and_one_for_each_minute(
     limits: Allowance, steps: list[Step]
 ) -> None:
@@ -103,7 +99,7 @@ def test_in_any_span_never_more_is_reserved_than_the_limit_and_one_for_each_minu
 
 
 @given(limits=LIMITS, steps=STEPS, tokens=st.integers(1, 10_000))
-@settings(max_examples=EXAMPLES)
+@search(40)
 def test_who_waits_as_told_is_let_through_and_who_comes_earlier_is_not(
     limits: Allowance, steps: list[Step], tokens: int
 ) -> None:
@@ -123,7 +119,7 @@ def test_who_waits_as_told_is_let_through_and_who_comes_earlier_is_not(
 
 
 @given(limits=LIMITS, counts=COUNTS, now=st.floats(0, 1e9))
-@settings(max_examples=EXAMPLES)
+@search(40)
 def test_any_usage_is_bounded_and_forgotten_after_ten_minutes(limits: Allowance, counts: KeyCounts, now: float) -> None:
     """Also at a time before the last one."""
     for bucket in remaining(counts, limits, now):

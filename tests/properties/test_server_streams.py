@@ -1,25 +1,21 @@
-"""What holds for every stream of a server, of tokens and of forwarded events, in whatever pieces its bytes arrive.
-
-EXAMPLES=300 searches longer than the few seconds of an ordinary run.
-"""
+"""What holds for every stream of a server, of tokens and of forwarded events, in whatever pieces its bytes arrive."""
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.searches import search
 from workers.messages.requests import Forwarded
 from workers.servers.completion_stream import ServerError, StreamReader
 from workers.servers.forwarded_answer import EventReader, ForwardedRequest
 
-EXAMPLES = int(os.environ.get("EXAMPLES", "60"))
 REQUEST = ForwardedRequest(Forwarded("/v1/completions", b'{"model": "m", "prompt": "a", "stream": true}'))
 
 Read = Callable[[Sequence[bytes]], tuple[Any, bool]]
@@ -89,7 +85,7 @@ def cut(data: bytes, places: Sequence[int]) -> list[bytes]:
 
 
 @pytest.mark.parametrize("read", [read_tokens, read_events])
-@settings(max_examples=EXAMPLES, deadline=None)
+@search(25)
 @given(stream=streams(), places=st.lists(st.integers(0, 10**6), max_size=12))
 def test_the_pieces_of_a_stream_do_not_matter(read: Read, stream: tuple[bytes, int], places: list[int]) -> None:
     """Any split gives the same frames, and success."""
@@ -99,7 +95,7 @@ def test_the_pieces_of_a_stream_do_not_matter(read: Read, stream: tuple[bytes, i
 
 
 @pytest.mark.parametrize("read", [read_tokens, read_events])
-@settings(max_examples=EXAMPLES, deadline=None)
+@search(25)
 @given(stream=streams(), places=st.lists(st.integers(0, 10**6), max_size=4), keep=st.floats(0, 1, exclude_max=True))
 def test_a_truncated_stream_is_no_success(
     read: Read, stream: tuple[bytes, int], places: list[int], keep: float
@@ -112,7 +108,7 @@ def test_a_truncated_stream_is_no_success(
 
 
 @pytest.mark.parametrize("read", [read_tokens, read_events])
-@settings(max_examples=EXAMPLES * 3, deadline=None)
+@search(25)
 @given(odd=odd_events, places=st.lists(st.integers(0, 10**6), max_size=4))
 def test_an_odd_event_is_no_success(read: Read, odd: bytes, places: list[int]) -> None:
     """It is skipped or an error of the server, and nothing else is raised; it never ends an answer."""

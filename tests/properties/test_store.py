@@ -8,10 +8,10 @@ import tempfile
 import threading
 from pathlib import Path
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
+from tests.searches import search
 from tests.workers.fake_remote import FakeRemote
 from workers.artifacts.sources.listing import SourceError, Stopped
 from workers.artifacts.store import manifest
@@ -145,5 +145,5 @@ def manifest_digests(folder: str) -> list[str]:
     return [file.digest for file in files.files.values()] if files is not None else []
 
 
-Stores.TestCase.settings = settings(max_examples=15, stateful_step_count=15, deadline=None)
+Stores.TestCase.settings = search(8, cost=10, stateful_step_count=15)
 TestStores = Stores.TestCase

@@ -1,25 +1,20 @@
-"""What holds for every line of waiting requests, and for every predicted wait.
-
-EXAMPLES=3000 searches longer than the few seconds of an ordinary run.
-"""
+"""What holds for every line of waiting requests, and for every predicted wait."""
 
 from __future__ import annotations
 
 import math
-import os
 from collections import Counter
 from dataclasses import dataclass
 from random import Random
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.dispatch.fair_queue import W_OUTPUT, W_PROMPT, FairQueue
 from orchestrator.dispatch.wait_prediction import RETRY_AFTER_S, predicted_wait_s, retry_after_s
+from tests.searches import EXAMPLES, search
 
-EFFORT = settings(
-    max_examples=int(os.environ.get("EXAMPLES", "60")), deadline=None, derandomize="EXAMPLES" not in os.environ
-)
+EFFORT = search(30, derandomize=not EXAMPLES)
 
 
 @dataclass(frozen=True, eq=False)

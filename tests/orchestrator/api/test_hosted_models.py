@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.api.hosted_models import HostedModels
@@ -18,6 +18,7 @@ from orchestrator.api.preview import read_spec
 from orchestrator.fleet.hosting import Hosting
 from orchestrator.sagemaker.model_folder import text_of
 from tests.orchestrator.fakes import FakeCluster, Played, virtually
+from tests.searches import search
 
 EMPTY = "version: 1\nhosts: {emulate: inf2.48xlarge}\nmodels: {}\n"
 WAIT_S = 360.0
@@ -274,7 +275,7 @@ def test_a_model_is_unloaded_while_it_loads(tmp_path: Path) -> None:
     on_endpoint(tmp_path, test)
 
 
-@settings(max_examples=30, deadline=None)
+@search(10, cost=3)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_any_storm_of_loads_and_unloads_ends_with_what_was_accepted(
     seed: int, tmp_path_factory: pytest.TempPathFactory

@@ -98,7 +98,7 @@ async def test_a_drain_that_would_cost_another_model_its_last_replica_is_refused
     assert (refused.value.problem.id, "low/0" in refused.value.problem.what) == ("drain-no-room", True)
 
 
-@settled_fleet(ROOMY, load_s=20.0)
+@settled_fleet(ROOMY, load_s=20.0, tick_s=5.0)
 async def test_replicas_stay_while_room_is_lost_during_a_drain(played: Played) -> None:
     """They serve where they are: to stop them would free no core for their successors."""
     await played.operator.drain(HOSTS[0], "tester")

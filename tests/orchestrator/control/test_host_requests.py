@@ -48,7 +48,7 @@ async def scale(played: Played, count: int | None) -> None:
     await played.operator.scale("a", count, by="tester")
 
 
-@starting_fleet(SPEC, machine_s=30.0)
+@starting_fleet(SPEC, machine_s=30.0, tick_s=10.0)
 async def test_a_machine_is_requested_for_a_replica_without_a_place_and_given_back(played: Played) -> None:
     """The replica serves once the machine has joined. When it is not wanted any more, its host is given back, and the
     fleet keeps its least number."""
@@ -112,7 +112,9 @@ async def test_the_next_cheapest_type_is_requested_if_machines_of_the_cheapest_o
     assert played.cluster.requests == {}
 
 
-@starting_fleet(SPEC.replace("min: 1, max: 3", "min: 0, max: 1"), refused_types={"inf2.48xlarge": "no capacity"})
+@starting_fleet(
+    SPEC.replace("min: 1, max: 3", "min: 0, max: 1"), refused_types={"inf2.48xlarge": "no capacity"}, tick_s=30.0
+)
 async def test_the_status_says_why_a_replica_waits(played: Played) -> None:
     """Its model is loading while a machine is requested, with the reason why it does not start."""
     await played.until(lambda: hosts(played).get(FIRST) == "starting", "requested", 5.0)
@@ -128,7 +130,7 @@ async def test_the_status_says_why_a_replica_waits(played: Played) -> None:
     assert [kind for kind in played.happened() if kind.startswith("Host")] == ["HostRequested", "HostNotStarted"]
 
 
-@starting_fleet(TWO_TYPES)
+@starting_fleet(TWO_TYPES, tick_s=10.0)
 async def test_a_late_machine_is_not_waited_for(played: Played) -> None:
     """Without a reason of Ray's autoscaler, too, the other type is requested after some time. An event says why."""
     played.cluster.machine_s = 1e6

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.control.reconcile import DRAIN_GRACE_S, Fail, Stop, reconcile
@@ -21,6 +21,7 @@ from orchestrator.rollout.rollout_step import ReplicaTarget
 from placements.facts.core_range import CoreRange
 from placements.planner.plan import Placement
 from tests.orchestrator.fakes import FakeCluster, Played, VirtualLoop, virtually
+from tests.searches import search
 from workers.messages.status import Phase, ReplicaStatus
 
 SPEC = """\
@@ -82,7 +83,7 @@ views = st.builds(
 )
 
 
-@settings(max_examples=500)
+@search(100)
 @given(view=views, since_pause=st.floats(0.0, 2 * AGAIN_S))
 def test_no_deadline_expires_shortly_after_a_pause(view: ReplicaView, since_pause: float) -> None:
     """The same snapshot without a pause, or later, is decided as usual."""
@@ -103,7 +104,7 @@ def test_no_deadline_expires_shortly_after_a_pause(view: ReplicaView, since_paus
     assert bool(decided(float("-inf"))) is late
 
 
-@settings(deadline=None, max_examples=60)
+@search(20)
 @given(
     story=st.lists(st.tuples(st.floats(0.0, 12.0), st.floats(LATE_S + 0.1, 4000.0)), max_size=3),
     loading=st.booleans(),

@@ -317,7 +317,7 @@ async def test_a_replica_that_has_served_restarts_without_a_compile_check(played
 
 
 # Fetches report their progress.
-ARRIVING = {"reports_progress": True, "fetch_s": 100.0, "process_s": 5.0, "load_s": 3.0}
+ARRIVING: dict[str, Any] = {"reports_progress": True, "fetch_s": 100.0, "process_s": 5.0, "load_s": 3.0}
 
 
 def now() -> float:
@@ -393,7 +393,7 @@ async def test_a_replica_is_ready_only_after_its_fetch_has_ended(played: Played)
     assert {config.source for config in played.cluster.started} == {"/store/s3://models/one@1"}
 
 
-@starting_fleet(spec(), stall_s=1000000.0, **ARRIVING)
+@starting_fleet(spec(), stall_s=1e6, **ARRIVING)
 async def test_a_fetch_that_never_ends_is_ended_by_its_own_deadline(played: Played) -> None:
     """`fetch_s` is 200 here, and includes the time in which the process waits."""
     await played.until(lambda: played.replica("m/0").get("failures") == 1, "it failed", 300.0)
@@ -403,7 +403,7 @@ async def test_a_fetch_that_never_ends_is_ended_by_its_own_deadline(played: Play
     assert played.cluster.stopped_fetches == [(HOST, "s3://models/one")]
 
 
-@starting_fleet(spec(), stall_s=1000000.0, **ARRIVING)
+@starting_fleet(spec(), stall_s=1e6, **ARRIVING)
 async def test_removing_a_replica_stops_its_process_and_its_fetch(played: Played) -> None:
     await played.until(lambda: played.cluster.started, "it is started", 200.0)
     await played.operator.unload("m", "tester")

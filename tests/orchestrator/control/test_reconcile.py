@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.control.reconcile import DRAIN_GRACE_S, Action, Drain, Fail, Forget, Release, Start, Stop, reconcile
@@ -14,6 +14,7 @@ from orchestrator.rollout.rollout_step import ReplicaTarget
 from placements.facts.core_range import CoreRange
 from placements.planner.plan import Placement
 from placements.spec.lifecycle import Deadlines
+from tests.searches import search
 
 HOST = "inf2.48xlarge/0"
 DEADLINE_S = 100.0
@@ -137,7 +138,7 @@ views = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=300)
+@search(100)
 @given(seen=st.lists(views, max_size=4), planned=st.lists(st.tuples(st.sampled_from("ab"), ranges), max_size=3))
 def test_from_any_fleet_the_plan_is_reached_and_no_core_is_held_twice_by_a_start(
     seen: list[ReplicaView], planned: list[tuple[str, CoreRange]]

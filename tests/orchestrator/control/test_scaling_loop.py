@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import re
 import tempfile
 from collections import Counter
@@ -13,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.records.journal import Journal
 from orchestrator.scaling.demand_report import AUTOSCALE_S, DemandReport, DemandWindow, RoutingDecision
 from tests.orchestrator.fakes import FakeCluster, Played, play, starting_fleet, virtually
+from tests.searches import search
 from workers.messages.status import Failure, Phase
 
 HEAD = "version: 1\nhosts: {emulate: inf2.48xlarge}\ndefaults: {engine: echo}\nmodels:\n"
@@ -476,7 +476,7 @@ def test_a_fault_in_the_autoscaler_leaves_the_numbers_and_the_repairs(
     phases=st.lists(st.lists(st.sampled_from([0.0, 0.3, 2.0, 8.0]), min_size=3, max_size=3), min_size=1, max_size=4),
     load_s=st.sampled_from([0.5, 7.0, 40.0]),
 )
-@settings(max_examples=int(os.environ.get("EXAMPLES", "5")), deadline=None)
+@search(5, cost=10)
 def test_no_demand_causes_a_double_claim_or_breaks_a_min_of_equal_priority(
     minimums: list[int], priorities: list[int], phases: list[list[float]], load_s: float
 ) -> None:

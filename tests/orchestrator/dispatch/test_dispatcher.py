@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.dispatch.dispatcher import (
@@ -22,6 +22,7 @@ from orchestrator.dispatch.dispatcher import (
     Unreachable,
 )
 from orchestrator.dispatch.prefix_index import PrefixIndex
+from tests.searches import search
 
 
 @dataclass(eq=False)
@@ -462,7 +463,7 @@ steps = st.lists(
 
 
 @given(steps=steps, slots=st.lists(st.integers(1, 3), max_size=3), max_queue=st.integers(0, 6))
-@settings(max_examples=150, deadline=None)
+@search(50)
 def test_every_request_is_in_one_place_and_counted_there(
     steps: list[tuple[Any, ...]], slots: list[int], max_queue: int
 ) -> None:

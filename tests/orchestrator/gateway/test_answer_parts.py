@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from orchestrator.gateway.anthropic.answers import MessagesAnswer
@@ -20,6 +20,7 @@ from orchestrator.gateway.openai.tool_parsers import Format, make_parser
 from orchestrator.gateway.responses.answers import Response, ResponsesAnswer
 from orchestrator.gateway.responses.requests import read_responses
 from tests.orchestrator.gateway.event_streams import joined_message, joined_response, read_events, without_ids
+from tests.searches import search
 from workers.messages.requests import FinishReason, TokenEvent
 
 CALL = '<tool_call>{"name": "f", "arguments": {"a": [1, "}"], "b": "é"}}</tool_call>'
@@ -65,7 +66,7 @@ def without_counts(message: dict[str, Any]) -> dict[str, Any]:
 
 
 @given(TEXTS, CUTS, FINISHES, CALLINGS)
-@settings(max_examples=200, deadline=None)
+@search(60)
 def test_a_message_does_not_depend_on_how_its_text_is_cut(
     text: str, cuts: list[int], finish: FinishReason, calling: str
 ) -> None:
@@ -75,7 +76,7 @@ def test_a_message_does_not_depend_on_how_its_text_is_cut(
 
 @given(st.lists(st.sampled_from(["Hello", " ", "é", CALL]), max_size=6).map("".join), CUTS, FINISHES, CALLINGS)
 @example('{"a": 1, "b": "x', [3], FinishReason.LENGTH, "named")
-@settings(max_examples=200, deadline=None)
+@search(60)
 def test_a_joined_message_equals_the_one_that_is_not_streamed(
     text: str, cuts: list[int], finish: FinishReason, calling: str
 ) -> None:
@@ -113,7 +114,7 @@ def without_call_ids(response: dict[str, Any]) -> dict[str, Any]:
 
 
 @given(TEXTS, CUTS, FINISHES, CALLINGS)
-@settings(max_examples=200, deadline=None)
+@search(60)
 def test_a_response_does_not_depend_on_how_its_text_is_cut(
     text: str, cuts: list[int], finish: FinishReason, calling: str
 ) -> None:
@@ -125,7 +126,7 @@ def test_a_response_does_not_depend_on_how_its_text_is_cut(
 
 
 @given(st.lists(st.sampled_from(["Hello", " ", "é", CALL]), max_size=6).map("".join), CUTS, FINISHES, CALLINGS)
-@settings(max_examples=200, deadline=None)
+@search(60)
 def test_a_joined_response_equals_the_one_that_is_not_streamed(
     text: str, cuts: list[int], finish: FinishReason, calling: str
 ) -> None:
@@ -136,7 +137,7 @@ def test_a_joined_response_equals_the_one_that_is_not_streamed(
 
 
 @given(TEXTS, CUTS, CALLINGS, st.integers(0, 12))
-@settings(max_examples=200, deadline=None)
+@search(60)
 def test_a_response_that_fails_ends_with_what_it_had(text: str, cuts: list[int], calling: str, after: int) -> None:
     """Wherever it fails, each item that was begun is done, the last one as incomplete."""
     tokens = min(after, len(events_of(text, cuts, FinishReason.STOP)) - 1)
@@ -178,7 +179,7 @@ def test_an_object_that_was_cut_off_keeps_its_complete_members(text: str, object
     ),
     st.integers(0, 400),
 )
-@settings(max_examples=200, deadline=None)
+@search(60)
 def test_any_beginning_of_an_object_is_completed(value: Any, end: int) -> None:
     """To an object that JSON's reader takes; a whole one to itself."""
     text = json.dumps({"a": value})

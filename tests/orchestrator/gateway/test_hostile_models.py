@@ -21,7 +21,8 @@ from workers.text import tokenizer_pool
 
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 MEMORY = "{{ 'a' * 10 ** 10 }}"
-CALL_S = 2.0  # of a call to a tokenizer here
+CALL_S = 0.5  # of a call to a tokenizer here
+MAX_DELAY_S = 2.0  # of the good model, much less than all calls of the others together
 AT_ONCE = 4  # requests to each bad model, more than its threads
 
 
@@ -87,7 +88,7 @@ def test_bad_folders_do_not_affect_other_models(gateway: LiveGateway, caplog: py
             slowest = max(slowest, time.monotonic() - began)
             answered += 1
     assert sorted(outcomes) == sorted([*bad.items()] * AT_ONCE)
-    assert slowest < CALL_S, f"of {answered}"
+    assert slowest < MAX_DELAY_S, f"of {answered}"
     assert [record for record in caplog.records if record.exc_info] == []
 
 

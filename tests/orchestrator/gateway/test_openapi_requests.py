@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis.errors import Unsatisfiable
 
 from orchestrator.gateway.encoding.requests import KINDS_OF
@@ -17,11 +16,11 @@ from orchestrator.gateway.routes import ROUTES
 from placements.facts.encoders import KINDS
 from tests.orchestrator.encoded import EncoderReplica
 from tests.orchestrator.gateways import LiveGateway, routes
+from tests.searches import search
 from tests.served import Served
 
 pytestmark = pytest.mark.slow  # thousands of requests, and a slow import
 MODEL_OF = {kind.__name__: name for kind, (name, *_) in KINDS_OF.items()}
-EXAMPLES = int(os.environ.get("EXAMPLES", "25"))  # of each operation
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +69,7 @@ def test_streams_match_the_document(live: LiveGateway, label: str) -> None:
     streams: list[str] = []
 
     @given(case=operation.as_strategy(generation_mode=schemathesis.GenerationMode.POSITIVE))  # type: ignore[arg-type]
-    @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
+    @search(12, suppress_health_check=list(HealthCheck))
     def asks(case: Any) -> None:
         answer = case.call_and_validate(base_url=live.url, timeout=20, excluded_checks=excluded())
         streams.extend(answer.headers.get("content-type", ()))
@@ -92,7 +91,7 @@ def test_the_gateway_behaves_as_documented(live: LiveGateway, label: str, mode: 
     operation = next(candidate for candidate in operations if candidate.label == label)
 
     @given(case=operation.as_strategy(generation_mode=schemathesis.GenerationMode[mode]))  # type: ignore[misc]
-    @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
+    @search(12, suppress_health_check=list(HealthCheck))
     def asks(case: Any) -> None:
         case.call_and_validate(base_url=live.url, timeout=20, excluded_checks=excluded())
 

@@ -8,7 +8,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.routing_parts.fixed_replicas import serve_fixed
@@ -17,6 +17,7 @@ from orchestrator.simulate.scenario import SimModel
 from orchestrator.simulate.simulated_queue import Measured
 from orchestrator.simulate.simulated_replica import Arrival, SimReplica, SimRequest
 from orchestrator.simulate.virtual_clock import Clock
+from tests.searches import search
 from workers.batching.batcher import Batcher
 from workers.engines.echo import EchoEngine
 from workers.messages.requests import GenerateRequest, TokenEvent
@@ -143,7 +144,7 @@ def test_arrivals_out_of_order_are_an_error() -> None:
     max_queue=st.integers(0, 8),
     together=st.sampled_from((0, 40)),
 )
-@settings(max_examples=80, deadline=None)
+@search(40)
 def test_every_request_is_answered_or_rejected_exactly_once(
     arrivals: list[tuple[int, int]], slots: int, replicas: int, gateways: int, max_queue: int, together: int
 ) -> None:
@@ -160,7 +161,7 @@ def test_every_request_is_answered_or_rejected_exactly_once(
     sends=st.lists(st.tuples(st.integers(0, 60), st.integers(1, 20), st.integers(1, 60)), min_size=1, max_size=30),
     slots=st.integers(1, 4),
 )
-@settings(max_examples=60, deadline=None)
+@search(30)
 def test_a_replica_takes_its_steps_as_the_batcher_does(sends: list[tuple[int, int, int]], slots: int) -> None:
     """The product's batcher, with an engine whose steps take virtual time, starts and ends each request when the
     simulator does, also prompts that are prefilled together.

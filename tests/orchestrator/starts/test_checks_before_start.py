@@ -28,7 +28,7 @@ async def test_a_long_compile_check_is_not_a_late_start(played: Played, source: 
     assert "Failed" not in played.happened()
 
 
-@starting_fleet(spec(compiles=True), look_s=1000000000.0)
+@starting_fleet(spec(compiles=True), look_s=1e9)
 async def test_an_endless_compile_check_is_a_failed_start(played: Played) -> None:
     """After ten minutes."""
     await played.until(lambda: played.replica("m/0").get("failures"), "it failed", 700.0)
@@ -82,7 +82,7 @@ async def test_a_slow_compilation_of_an_update_is_reported_as_such(played: Playe
     assert played.cluster.drained == []
 
 
-@starting_fleet(spec(degree=24, compiles=True))
+@starting_fleet(spec(degree=24, compiles=True), tick_s=10.0)
 async def test_an_endless_compile_check_of_an_update_is_given_up(played: Played) -> None:
     """After ten minutes, reported as a check: nothing is left to fetch. The old replica serves."""
     await played.settled()

@@ -20,11 +20,12 @@ from unittest.mock import patch
 
 import pytest
 from blake3 import blake3
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from tests.fleet import until
 from tests.s3 import ACCESS_KEY, SECRET_KEY, SESSION_TOKEN, FaultProxy, S3Server, s3_environment
+from tests.searches import search
 from workers.artifacts.fetch import assembly as assembling
 from workers.artifacts.fetch.assembly import Assembly
 from workers.artifacts.fetch.progress import Progress
@@ -453,7 +454,7 @@ def test_ranges_that_a_crash_lost_are_fetched_again(play: Play, killed: Path) ->
 # One object
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@search(12, cost=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     sizes=st.lists(st.integers(0, 50), min_size=1, max_size=4),
     span=st.integers(1, 30),

@@ -8,10 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from tests.searches import search
 from workers.batching.batcher import Batcher
 from workers.batching.step_loop import BatcherClosed
 from workers.engines.echo import EchoEngine, echo_tokens
@@ -557,6 +558,4 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
 
 
 TestAnyOrderOfEvents = AnyOrderOfEvents.TestCase
-TestAnyOrderOfEvents.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+TestAnyOrderOfEvents.settings = search(30, cost=3, stateful_step_count=40, suppress_health_check=[HealthCheck.too_slow])

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant
 
+from tests.searches import search
 from tests.workers.batching.prefix_traffic import PrefixTraffic
 from workers.batching.block_pool import BlockPool
 from workers.engines.echo import EchoEngine, echo_tokens
@@ -105,7 +106,7 @@ class PromptsShareBlocks(PrefixTraffic):
 
 
 TestPromptsShareBlocks = PromptsShareBlocks.TestCase
-TestPromptsShareBlocks.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestPromptsShareBlocks.settings = search(25, cost=3, stateful_step_count=30)
 
 
 def pool(blocks: int = LEAST, starts: Sequence[int] = STARTS) -> BlockPool:

@@ -8,9 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.searches import search
 from workers.batching.encode_batcher import EncodeBatcher
 from workers.batching.encode_queue import MAX_PADDING, EncodeQueue
 from workers.batching.step_loop import BatcherClosed
@@ -73,7 +74,7 @@ requests = st.lists(st.lists(ids, min_size=1, max_size=9), min_size=1, max_size=
 
 
 @given(requests, st.sampled_from([PADDED, RAGGED]), st.data())
-@settings(deadline=None, max_examples=60)
+@search(30)
 def test_each_request_is_answered_once_with_the_vectors_of_its_inputs_in_order(
     given: list[list[list[int]]], spec: EncoderSpec, data: st.DataObject
 ) -> None:
@@ -93,7 +94,7 @@ def test_each_request_is_answered_once_with_the_vectors_of_its_inputs_in_order(
 
 
 @given(requests)
-@settings(max_examples=60)
+@search(30)
 def test_a_batch_stays_within_one_bucket_or_within_the_padding(given: list[list[list[int]]]) -> None:
     for spec in (PADDED, RAGGED):
         queue = EncodeQueue(spec)

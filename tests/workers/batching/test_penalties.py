@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import NoRepeatNGramLogitsProcessor
 
+from tests.searches import search
 from tests.workers.tables import TableEngine, answers, generated, table
 from workers.batching.penalties import Ngrams
 from workers.messages.requests import FinishReason, GenerateRequest
@@ -186,7 +187,7 @@ def parameters(vocab_size: int) -> st.SearchStrategy[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("model", [MODEL, pytest.param(LARGE, marks=pytest.mark.slow)], ids=["257 ids", "3000 ids"])
-@settings(max_examples=40, deadline=None)
+@search(20)
 @given(data=st.data())
 def test_a_mixed_batch_answers_each_request_as_alone(model: torch.Tensor, data: st.DataObject) -> None:
     """Token for token, text and logprobs included, through fewer slots than requests."""

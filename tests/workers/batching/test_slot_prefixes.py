@@ -9,10 +9,11 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant
 
+from tests.searches import search
 from tests.workers.batching.prefix_traffic import PrefixTraffic
 from tests.workers.batching.test_batcher import Received, request, run_out
 from workers.batching.batcher import Batcher
@@ -176,7 +177,7 @@ class PromptsBeginWithWhatIsThere(PrefixTraffic):
 
 
 TestPromptsBeginWithWhatIsThere = PromptsBeginWithWhatIsThere.TestCase
-TestPromptsBeginWithWhatIsThere.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestPromptsBeginWithWhatIsThere.settings = search(20, cost=3, stateful_step_count=30)
 
 
 def served(slots: int = 3, max_len: int = 64) -> tuple[KvEngine, Batcher, Received]:

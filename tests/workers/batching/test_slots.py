@@ -1,10 +1,10 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
+from tests.searches import search
 from workers.batching.slots import SlotError, Slots
 
 COUNT = 4
@@ -52,7 +52,7 @@ class SlotsKeepTheirOwners(RuleBasedStateMachine):
 
 
 TestSlotsKeepTheirOwners = SlotsKeepTheirOwners.TestCase
-TestSlotsKeepTheirOwners.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
+TestSlotsKeepTheirOwners.settings = search(20, stateful_step_count=30)
 
 
 def test_an_engine_without_slots_is_refused() -> None:

@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tests.searches import search
 from workers.host.facts.machine import ProcessDetail, SourceReadings, combine, owners
 from workers.host.facts.neuron_ls import parse_neuron_ls
 from workers.host.facts.neuron_monitor import parse_neuron_monitor
@@ -111,28 +112,28 @@ def whole_path(listing: str | bytes, line: str | bytes, files: dict[str, str], v
     assert all(0 <= number < 2**63 for number in (*facts.cores, monitor.memory_used_bytes or 0))
 
 
-@settings(max_examples=150, deadline=None)
+@search(40)
 @given(VALUES, VALUES)
 def test_any_json_is_read_without_raising(listing: Any, line: Any) -> None:
     """The result has facts and problems."""
     whole_path(json.dumps(listing), json.dumps(line), {}, "0-1")
 
 
-@settings(max_examples=150, deadline=None)
+@search(40)
 @given(damaged(NEURON_LS), damaged(MONITOR), st.sampled_from(["0-7", "8", "x", ""]))
 def test_any_damage_to_a_sample_is_read_without_raising(listing: Any, line: Any, visible: str) -> None:
     """Damage in one place at a time reaches deeper than arbitrary values."""
     whole_path(json.dumps(listing), json.dumps(line), FILES, visible)
 
 
-@settings(max_examples=150, deadline=None)
+@search(40)
 @given(hostile(NEURON_LS), hostile(MONITOR))
 def test_any_value_of_a_key_is_read_without_raising(listing: Any, line: Any) -> None:
     """Too large, negative, half a surrogate pair, another type: at each key of the tools' outputs."""
     whole_path(json.dumps(listing), json.dumps(line), FILES, "0-7")
 
 
-@settings(max_examples=100, deadline=None)
+@search(30)
 @given(st.binary(max_size=64) | st.text(max_size=64), st.binary(max_size=64))
 @example(b"[" * 100_000, b"{")
 @example('[{"neuron_device": ' + "9" * 5000 + "}]", b"NaN")
@@ -142,7 +143,7 @@ def test_any_bytes_are_read_without_raising(listing: str | bytes, line: bytes) -
     parse_packages(listing)
 
 
-@settings(max_examples=100, deadline=None)
+@search(30)
 @given(st.dictionaries(st.sampled_from(sorted(FILES)) | st.text(max_size=20), st.text(max_size=12), max_size=6))
 def test_any_files_of_the_driver_are_read_without_raising(files: dict[str, str]) -> None:
     whole_path("[]", "{}", FILES | files, "0")

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from workers.messages.requests import FinishReason, GenerateRequest, TokenEvent
@@ -38,7 +38,6 @@ messages = st.one_of(
 )
 
 
-@settings(deadline=None)
 @given(sent=st.lists(messages, max_size=5), cut=st.integers(1, 7))
 def test_messages_arrive_as_they_were_sent_however_the_bytes_are_cut(sent: list[Step], cut: int) -> None:
     """A byte stream gives back the messages, in order, whatever the size of its pieces."""

@@ -5,10 +5,11 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.checkpoints import BOS_ID, SPECIAL_TOKENS, VOCAB_SIZE, byte_level_tokenizer
+from tests.searches import search
 from workers.text.detokenizer import AnswerText, ByteTextStream, FastTextStream, StopScanner, TextStream
 
 any_ids = st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=25)
@@ -25,7 +26,7 @@ def text_of(stream: TextStream, ids: list[int]) -> str:
 
 
 @given(any_ids, any_ids, st.booleans())
-@settings(max_examples=300, deadline=None)
+@search(80)
 def test_the_streamed_text_equals_the_decoded_answer(prompt: list[int], output: list[int], skip: bool) -> None:
     """For any ids, including broken UTF-8 and special tokens."""
     tokenizer = byte_level_tokenizer()
@@ -35,7 +36,6 @@ def test_the_streamed_text_equals_the_decoded_answer(prompt: list[int], output: 
 
 
 @given(split_characters, st.data())
-@settings(deadline=None)
 def test_a_prompt_may_end_inside_a_character(text: str, data: st.DataObject) -> None:
     """The answer then begins with the character that it completes."""
     tokenizer = byte_level_tokenizer()
@@ -46,7 +46,6 @@ def test_a_prompt_may_end_inside_a_character(text: str, data: st.DataObject) -> 
 
 
 @given(split_characters)
-@settings(deadline=None)
 def test_no_piece_has_an_incomplete_character(text: str) -> None:
     """U+FFFD appears only where the text itself has it."""
     tokenizer = byte_level_tokenizer()
@@ -64,7 +63,6 @@ def test_special_tokens_are_shown_on_request_only() -> None:
 
 
 @given(any_ids, any_ids)
-@settings(deadline=None)
 def test_an_older_decode_stream_returns_the_same_text(prompt: list[int], output: list[int]) -> None:
     """tokenizers 0.21 of the Neuron images must be primed step by step."""
     from tokenizers import decoders
@@ -126,7 +124,7 @@ stop_lists = st.lists(st.text("ab", min_size=1, max_size=5), max_size=4)
 
 
 @given(st.lists(few_letters, max_size=12), stop_lists)
-@settings(max_examples=300)
+@search(80)
 @example(["abcd"], ["abcd", "bc"])
 def test_the_first_stop_string_is_found_in_any_pieces(pieces: list[str], stops: list[str]) -> None:
     """The text ends before it; without one, all of the text is returned."""
@@ -140,7 +138,7 @@ def test_the_first_stop_string_is_found_in_any_pieces(pieces: list[str], stops: 
 
 
 @given(st.lists(few_letters, max_size=12), stop_lists)
-@settings(max_examples=300)
+@search(80)
 def test_only_the_possible_beginning_of_a_stop_string_is_held_back(pieces: list[str], stops: list[str]) -> None:
     """The held text is as short as possible."""
     scanner = StopScanner(stops)
@@ -157,7 +155,7 @@ def test_only_the_possible_beginning_of_a_stop_string_is_held_back(pieces: list[
 
 
 @given(st.lists(few_letters, max_size=12), stop_lists, st.integers(0, 12))
-@settings(max_examples=300)
+@search(80)
 def test_a_stop_string_that_ends_in_an_ignored_piece_is_text(pieces: list[str], stops: list[str], ignored: int) -> None:
     """One that only begins there still counts."""
     scanner = StopScanner(stops)

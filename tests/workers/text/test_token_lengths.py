@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.checkpoints import byte_level_tokenizer, save_tokenizer
+from tests.searches import search
 from workers.text import tokenizer as module
 from workers.text.token_lengths import token_lengths
 from workers.text.tokenizer import ByteTokenizer, HubTokenizer, TooManyTokens, _byte_of_character
@@ -77,7 +78,7 @@ def test_no_text_has_fewer_tokens_than_the_bound(make: Any) -> None:
     assert lengths is not None
 
     @given(TEXTS)
-    @settings(max_examples=150, deadline=None)
+    @search(50)
     def check(text: str) -> None:
         assert lengths.fewest(text) <= len(tokenizer.encode(text, add_special_tokens=False))
 
@@ -184,7 +185,7 @@ def test_counting_in_pieces_rejects_no_text_that_fits(tmp_path: Path, monkeypatc
 
     @given(TEXTS)
     @example("<|bos|>" * 40)
-    @settings(max_examples=150, deadline=None)
+    @search(50)
     def check(text: str) -> None:
         ids = tokenizer.encode(text, most=None)
         assert tokenizer.encode(text, most=len(ids)) == ids
