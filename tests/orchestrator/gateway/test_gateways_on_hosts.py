@@ -98,6 +98,18 @@ def test_without_keys_from_the_controller_every_request_is_rejected(tmp_path: Pa
     assert files.routes() is None
 
 
+def test_only_its_user_can_read_what_a_gateway_has_received(tmp_path: Path) -> None:
+    """Digests of keys, and routes with the fleet's token."""
+    files = ReceivedFiles(tmp_path, "f1")
+    files.write_keys(b"")
+    files.keep_routes(RouteTable(ready=True, stopping=False, token="t", models=[]), changed=True)
+    folder = files.keys.parent
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()} == dict.fromkeys(
+        ("keys.json", "routes", "lock"), 0o600
+    )
+
+
 def test_a_machine_that_drains_sends_its_clients_away(served: Served) -> None:
     """It answers them, and closes their connections."""
     gateway = LiveGateway(**PLACE)

@@ -117,6 +117,20 @@ def _secure_ray(home: Home) -> None:
     home.secure_ray()
 
 
+def test_rays_token_is_private_and_new_with_each_up(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without one of the user's own."""
+    tokens = []
+    for _ in range(2):
+        for variable in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+            monkeypatch.setenv(variable, "")  # restored at the end
+            monkeypatch.delenv(variable)
+        home.secure_ray()
+        assert home.ray_token_file.stat().st_mode & 0o777 == 0o600
+        tokens.append(home.ray_token_file.read_text())
+    assert len(tokens[0]) == 64
+    assert tokens[0] != tokens[1]
+
+
 @pytest.mark.parametrize(
     ("name", "write"),
     [("ray-token", _secure_ray), ("fleet.new", lambda home: home.write_record(RECORD))],
