@@ -48,6 +48,8 @@ def event_reasons() -> set[str]:
     for path in SOURCES:
         text = path.read_text()
         reasons |= set(re.findall(r'"(Rollout[A-Z]\w+|CanaryPromoted)"', text))
+        if not any(f'"{level}"' in text for level in LEVELS):
+            continue
         for node in ast.walk(ast.parse(text)):
             values = node.args if isinstance(node, ast.Call) else node.elts if isinstance(node, ast.Tuple) else []
             for level, reason in pairwise(values):

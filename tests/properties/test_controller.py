@@ -29,7 +29,7 @@ from orchestrator.rollout.decide import FleetDecision, FleetSnapshot, decide
 from orchestrator.scaling.demand_report import DemandReport, DemandWindow
 from orchestrator.state import fleet_state
 from tests.orchestrator.elsewhere import forbid_remote_sources
-from tests.orchestrator.fakes import FakeCluster, Played, virtually
+from tests.orchestrator.fakes import FakeCluster, Played, virtual, virtually
 from tests.searches import search
 from workers.messages.status import Failure, Phase, Reaction
 
@@ -394,37 +394,34 @@ def test_whatever_a_canary_loses_the_old_version_stays_or_comes_back(story: list
     virtually(live)
 
 
-def test_a_controller_killed_at_any_record_of_an_apply_leaves_the_old_or_the_new_revision() -> None:
+@virtual
+async def test_a_controller_killed_at_any_record_of_an_apply_leaves_the_old_or_the_new_revision() -> None:
     """The journal is cut after each of its records, and at bytes between: what comes up runs one text, whole."""
-
-    async def live() -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            home, path = Path(folder), Path(folder) / "journal"
-            journal = Journal(path)
-            cluster = FakeCluster()
-            async with Played(home, cluster, SPECS[0], journal=journal) as played:
-                await played.settled()
-                before = path.stat().st_size
-                await played.apply(SPECS[3])
-                await played.settled()
-            journal.close()
-            data = path.read_bytes()
-            ends = [i + 1 for i in range(before, len(data)) if data[i : i + 1] == b"\n"]
-            cuts = sorted({before, *ends, *(end - 7 for end in ends)})
-            for cut in cuts:
-                path.write_bytes(data[:cut])
-                again = Journal(path)
-                fresh = FakeCluster()
-                async with Played(home, fresh, SPECS[0], journal=again) as second:
-                    await second.settled()
-                    text = second.controller.state.current.revision.text
-                    assert text in (SPECS[0], SPECS[3])
-                    models = {replica.config.model for replica in fresh.living()}
-                    assert models == ({"big", "small"} if text == SPECS[0] else {"big", "small", "pinned"})
-                    assert fresh.violations == []
-                again.close()
-
-    virtually(live)
+    with tempfile.TemporaryDirectory() as folder:
+        home, path = Path(folder), Path(folder) / "journal"
+        journal = Journal(path)
+        cluster = FakeCluster()
+        async with Played(home, cluster, SPECS[0], journal=journal) as played:
+            await played.settled()
+            before = path.stat().st_size
+            await played.apply(SPECS[3])
+            await played.settled()
+        journal.close()
+        data = path.read_bytes()
+        ends = [i + 1 for i in range(before, len(data)) if data[i : i + 1] == b"\n"]
+        cuts = sorted({before, *ends, *(end - 7 for end in ends)})
+        for cut in cuts:
+            path.write_bytes(data[:cut])
+            again = Journal(path)
+            fresh = FakeCluster()
+            async with Played(home, fresh, SPECS[0], journal=again) as second:
+                await second.settled()
+                text = second.controller.state.current.revision.text
+                assert text in (SPECS[0], SPECS[3])
+                models = {replica.config.model for replica in fresh.living()}
+                assert models == ({"big", "small"} if text == SPECS[0] else {"big", "small", "pinned"})
+                assert fresh.violations == []
+            again.close()
 
 
 @pytest.mark.slow

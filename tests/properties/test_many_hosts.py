@@ -25,7 +25,7 @@ from orchestrator.control.reconcile import reconcile
 from orchestrator.fleet.replica_states import State
 from orchestrator.fleet.snapshot import Observed
 from tests.orchestrator import virtual_cluster
-from tests.orchestrator.fakes import Played, virtually
+from tests.orchestrator.fakes import Played, virtual, virtually
 from tests.orchestrator.virtual_cluster import TailJournal, VirtualCluster, VirtualReplica
 
 SEED = int(os.environ.get("SEED", "8"))
@@ -297,47 +297,41 @@ def test_ten_thousand_faults_of_a_hundred_hosts(
     assert sum(happened.values()) == events
 
 
-def test_a_host_that_is_lost_and_back_between_two_rounds_starts_nothing_beside_its_old_processes(
+@virtual
+async def test_a_host_that_is_lost_and_back_between_two_rounds_starts_nothing_beside_its_old_processes(
     tmp_path: Path,
 ) -> None:
     """No round has seen the loss. The old processes hold their cores for a minute, as on a machine that was cut off."""
-
-    async def live() -> None:
-        world = World(tmp_path, 4, random.Random(SEED), [FULL])
-        async with world.played:
-            await world.played.settled()
-            host = world.hosts[1]
-            await world.cluster.cut_off(host)
-            await world.cluster._declare_dead(host)
-            await world.cluster.come_back(host, lingers_s=600.0)
-            await world.settle()
-            await world.played.kill()
-
-    virtually(live)
+    world = World(tmp_path, 4, random.Random(SEED), [FULL])
+    async with world.played:
+        await world.played.settled()
+        host = world.hosts[1]
+        await world.cluster.cut_off(host)
+        await world.cluster._declare_dead(host)
+        await world.cluster.come_back(host, lingers_s=600.0)
+        await world.settle()
+        await world.played.kill()
 
 
-def test_a_new_controller_starts_nothing_on_a_host_that_has_not_reported_its_processes(tmp_path: Path) -> None:
+@virtual
+async def test_a_new_controller_starts_nothing_on_a_host_that_has_not_reported_its_processes(tmp_path: Path) -> None:
     """The host was lost and is back, and what it ran still holds its cores. Its host actor does not reply."""
-
-    async def live() -> None:
-        world = World(tmp_path, 4, random.Random(SEED), [FULL])
-        async with world.played:
-            await world.played.settled()
-            host = world.hosts[1]
-            await world.cluster.cut_off(host)
-            await asyncio.sleep(NOTICED_S)
-            world.cluster.answer = partial(asyncio.sleep, 0)  # type: ignore[method-assign]  # its actor does not start
-            await world.cluster.come_back(host, lingers_s=600.0)
-            await world._restart_controller()
-            await asyncio.sleep(NOTICED_S)
-            world.check()
-            del world.cluster.answer
-            await world.cluster.answer(host)
-            await asyncio.sleep(600.0)
-            await world.settle()
-            await world.played.kill()
-
-    virtually(live)
+    world = World(tmp_path, 4, random.Random(SEED), [FULL])
+    async with world.played:
+        await world.played.settled()
+        host = world.hosts[1]
+        await world.cluster.cut_off(host)
+        await asyncio.sleep(NOTICED_S)
+        world.cluster.answer = partial(asyncio.sleep, 0)  # type: ignore[method-assign]  # its actor does not start
+        await world.cluster.come_back(host, lingers_s=600.0)
+        await world._restart_controller()
+        await asyncio.sleep(NOTICED_S)
+        world.check()
+        del world.cluster.answer
+        await world.cluster.answer(host)
+        await asyncio.sleep(600.0)
+        await world.settle()
+        await world.played.kill()
 
 
 def months(home: Path, hosts: int, count: int) -> Counter[str]:

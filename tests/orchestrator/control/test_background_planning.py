@@ -16,7 +16,7 @@ from orchestrator.rollout import decide as decisions
 from orchestrator.rollout.decide import decide
 from orchestrator.rollout.rollout_step import Goal, Situation, compute_goal
 from tests.orchestrator import virtual_cluster
-from tests.orchestrator.fakes import FakeCluster, Played, virtually
+from tests.orchestrator.fakes import FakeCluster, Played, virtual
 from tests.orchestrator.virtual_cluster import VirtualCluster
 from workers.messages.status import Failure, Phase, Reaction
 
@@ -66,7 +66,8 @@ class Interrupted:
         return result
 
 
-def test_cores_that_fail_while_a_plan_is_made_are_not_used(tmp_path: Path) -> None:
+@virtual
+async def test_cores_that_fail_while_a_plan_is_made_are_not_used(tmp_path: Path) -> None:
     """The other core of the device was free when the plan began."""
     cluster = FakeCluster()
     cluster.load_s = 100.0
@@ -75,41 +76,37 @@ def test_cores_that_fail_while_a_plan_is_made_are_not_used(tmp_path: Path) -> No
         failure = Failure("device-failed", "it is broken", reaction=Reaction.QUARANTINE)
         await cluster.find("m/0").report(phase=Phase.FAILED, failure=failure)
 
-    async def main() -> None:
-        thread = Interrupted(lambda situation: situation.desired_models["m"].count == 2, fail)
-        async with Played(tmp_path, cluster, SPEC % (1, 4, 1), in_thread=thread) as played:
-            await played.until(lambda: played.replica("m/0").get("state") == "loading", "it loads")
-            await played.operator.scale("m", 2, "tester")
-            await played.settled()
-        assert thread.happened
-        assert not {0, 1} & {core for config in cluster.started[1:] for core in config.cores}
-
-    virtually(main)
+    thread = Interrupted(lambda situation: situation.desired_models["m"].count == 2, fail)
+    async with Played(tmp_path, cluster, SPEC % (1, 4, 1), in_thread=thread) as played:
+        await played.until(lambda: played.replica("m/0").get("state") == "loading", "it loads")
+        await played.operator.scale("m", 2, "tester")
+        await played.settled()
+    assert thread.happened
+    assert not {0, 1} & {core for config in cluster.started[1:] for core in config.cores}
 
 
-def test_the_old_replica_stays_if_the_new_one_fails_while_its_end_is_planned(tmp_path: Path) -> None:
+@virtual
+async def test_the_old_replica_stays_if_the_new_one_fails_while_its_end_is_planned(tmp_path: Path) -> None:
     cluster = FakeCluster()
 
-    async def main() -> None:
-        def ready(situation: Situation) -> bool:
-            return [view.state for view in situation.views] == [State.READY, State.READY]
+    def ready(situation: Situation) -> bool:
+        return [view.state for view in situation.views] == [State.READY, State.READY]
 
-        async def fail() -> None:
-            await next(replica for replica in cluster.living() if replica.config is cluster.started[1]).die("killed")
+    async def fail() -> None:
+        await next(replica for replica in cluster.living() if replica.config is cluster.started[1]).die("killed")
 
-        thread = Interrupted(ready, fail)
-        async with Played(tmp_path, cluster, SPEC % (2, 4, 1), in_thread=thread) as played:
-            await played.settled()
-            await played.apply(SPEC % (2, 8, 1))
-            await played.until(lambda: thread.happened, "both were ready")
-            await played.until(lambda: len(cluster.started) == 3, "the new one starts again")
-            assert cluster.drained == []
-            await played.settled()
-
-    virtually(main)
+    thread = Interrupted(ready, fail)
+    async with Played(tmp_path, cluster, SPEC % (2, 4, 1), in_thread=thread) as played:
+        await played.settled()
+        await played.apply(SPEC % (2, 8, 1))
+        await played.until(lambda: thread.happened, "both were ready")
+        await played.until(lambda: len(cluster.started) == 3, "the new one starts again")
+        assert cluster.drained == []
+        await played.settled()
 
 
-def test_a_fleet_at_rest_is_not_planned_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@virtual
+async def test_a_fleet_at_rest_is_not_planned_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reports of replicas change their views, but nothing that a plan depends on; the death of one does."""
     planned: list[Situation] = []
 
@@ -119,18 +116,14 @@ def test_a_fleet_at_rest_is_not_planned_again(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(decisions, "compute_goal", counted)
     monkeypatch.setattr(virtual_cluster, "REPORT_S", 5.0)
-
-    async def main() -> None:
-        cluster = VirtualCluster(["inf2.48xlarge/0"], random.Random(1))
-        async with Played(tmp_path, cluster, SPEC % (2, 4, 1)) as played:
-            await played.settled()
-            await asyncio.sleep(5.0)
-            heard, _ = played.controller.state.views["m/0"].heard, planned.clear()
-            await asyncio.sleep(60.0)
-            assert (played.controller.state.views["m/0"].heard > heard, planned) == (True, [])
-            (replica,) = cluster.actors.values()
-            await cluster.die(replica, "killed by signal 9")
-            await played.until(lambda: planned, "planned", DEADLINE_S)
-            await played.kill()
-
-    virtually(main)
+    cluster = VirtualCluster(["inf2.48xlarge/0"], random.Random(1))
+    async with Played(tmp_path, cluster, SPEC % (2, 4, 1)) as played:
+        await played.settled()
+        await asyncio.sleep(5.0)
+        heard, _ = played.controller.state.views["m/0"].heard, planned.clear()
+        await asyncio.sleep(60.0)
+        assert (played.controller.state.views["m/0"].heard > heard, planned) == (True, [])
+        (replica,) = cluster.actors.values()
+        await cluster.die(replica, "killed by signal 9")
+        await played.until(lambda: planned, "planned", DEADLINE_S)
+        await played.kill()

@@ -14,7 +14,7 @@ import pytest
 from orchestrator.fleet.effects import HostLost, LogText
 from tests.orchestrator import fakes
 from tests.orchestrator.elsewhere import forbid_remote_sources
-from tests.orchestrator.fakes import FakeCluster, Played, virtually
+from tests.orchestrator.fakes import FakeCluster, Played, virtual, virtually
 from workers.artifacts.fetch.artifact_fetcher import FetchedArtifact, WantedArtifact
 from workers.artifacts.fetch.progress import FetchStatus
 from workers.messages.replica_config import ReplicaConfig
@@ -169,21 +169,18 @@ class HeldStarts(FakeCluster):
         await super().start(config)
 
 
-def test_a_process_whose_start_fails_while_it_is_requested_is_ended(tmp_path: Path) -> None:
+@virtual
+async def test_a_process_whose_start_fails_while_it_is_requested_is_ended(tmp_path: Path) -> None:
     """Otherwise it would hold the cores of the next start."""
     cluster = HeldStarts()
-
-    async def live() -> None:
-        async with Played(tmp_path, cluster, SPEC % (1, ", deadlines: {start_s: 10}")) as fleet:
-            await fleet.until(
-                lambda: any(view.gone for view in fleet.controller.state.views.values()), "a failed start", 30
-            )
-            cluster.released.set()
-            await fleet.settled()
-            assert cluster.violations == []
-            assert [replica.config.epoch for replica in cluster.living()] == [2]
-
-    virtually(live)
+    async with Played(tmp_path, cluster, SPEC % (1, ", deadlines: {start_s: 10}")) as fleet:
+        await fleet.until(
+            lambda: any(view.gone for view in fleet.controller.state.views.values()), "a failed start", 30
+        )
+        cluster.released.set()
+        await fleet.settled()
+        assert cluster.violations == []
+        assert [replica.config.epoch for replica in cluster.living()] == [2]
 
 
 TWO_HOSTS = """\
@@ -240,23 +237,20 @@ def test_a_replica_whose_host_is_lost_before_its_process_starts_elsewhere(
     fakes.play(tmp_path, TWO_HOSTS % model, story, cluster=cluster())
 
 
-def test_routes_follow_the_schedules(tmp_path: Path) -> None:
+@virtual
+async def test_routes_follow_the_schedules(tmp_path: Path) -> None:
     """An idle model that a schedule forbids to start, and then no longer, changes nothing but the routes."""
     schedules = ', scaling: {schedules: [{start: "10 * * * *", end: "20 * * * *", max: 0}]}'
-
-    async def live() -> None:
-        async with Played(tmp_path, FakeCluster(), SPEC % (0, schedules)) as fleet:
-            await fleet.settled()
-            controller, routes = fleet.controller, []
-            version, stale = 0, 0
-            for _ in range(1320):  # the schedule is over
-                await asyncio.sleep(1.0)
-                seen = await controller.change(version - 1, 0.0)
-                if seen != version:  # what a gateway takes over
-                    version = seen
-                    routes.append(controller.routes().models[0].loads_on_request)
-                stale = stale + 1 if routes[-1] != controller.routes().models[0].loads_on_request else 0
-                assert stale <= 2  # seconds: a round of the controller
-            assert {True, False} <= set(routes)
-
-    virtually(live)
+    async with Played(tmp_path, FakeCluster(), SPEC % (0, schedules)) as fleet:
+        await fleet.settled()
+        controller, routes = fleet.controller, []
+        version, stale = 0, 0
+        for _ in range(1320):  # the schedule is over
+            await asyncio.sleep(1.0)
+            seen = await controller.change(version - 1, 0.0)
+            if seen != version:  # what a gateway takes over
+                version = seen
+                routes.append(controller.routes().models[0].loads_on_request)
+            stale = stale + 1 if routes[-1] != controller.routes().models[0].loads_on_request else 0
+            assert stale <= 2  # seconds: a round of the controller
+        assert {True, False} <= set(routes)

@@ -19,7 +19,7 @@ from placements.facts.machine import Machine
 from placements.planner.host_groups import host_groups, kept_hosts
 from placements.planner.spec_hosts import hosts_for
 from placements.spec.parse import parse
-from tests.orchestrator.fakes import FakeCluster, Played, starting_fleet, virtually
+from tests.orchestrator.fakes import FakeCluster, Played, starting_fleet, virtual
 from workers.messages.notice import Notice
 
 FIRST, SECOND, THIRD = (f"inf2.48xlarge/{i}" for i in range(3))
@@ -166,25 +166,23 @@ async def test_the_replacement_of_a_host_that_ends_is_requested_at_its_notice(pl
     await played.until(lambda: hosts(played) == {SECOND: "ready"}, "released", 30.0)
 
 
-def test_a_restarted_controller_continues_with_the_hosts_that_it_used(tmp_path: Path) -> None:
+@virtual
+async def test_a_restarted_controller_continues_with_the_hosts_that_it_used(tmp_path: Path) -> None:
     """The hosts and the measured time of their start are in the journal."""
-
-    async def both() -> None:
-        cluster, journal = FakeCluster(), Journal(None, clock=asyncio.get_running_loop().time)
-        async with Played(tmp_path, cluster, SPEC, journal=journal) as played:
-            await scale(played, 2)
-            await played.until(lambda: len(played.ready("a")) == 2, "served", 60.0)
-        async with Played(tmp_path, cluster, SPEC, journal=journal, restarted=True) as played:
-            await played.settled()
-            assert hosts(played) == {FIRST: "ready", SECOND: "ready"}
-            assert 4.0 < played.controller.state.uses.start_s("inf2.48xlarge") < 8.0
-        assert cluster.violations == []
-
-    virtually(both)
+    cluster, journal = FakeCluster(), Journal(None, clock=asyncio.get_running_loop().time)
+    async with Played(tmp_path, cluster, SPEC, journal=journal) as played:
+        await scale(played, 2)
+        await played.until(lambda: len(played.ready("a")) == 2, "served", 60.0)
+    async with Played(tmp_path, cluster, SPEC, journal=journal, restarted=True) as played:
+        await played.settled()
+        assert hosts(played) == {FIRST: "ready", SECOND: "ready"}
+        assert 4.0 < played.controller.state.uses.start_s("inf2.48xlarge") < 8.0
+    assert cluster.violations == []
 
 
 @pytest.mark.slow
-def test_hosts_do_not_flap_in_a_day(tmp_path: Path) -> None:
+@virtual
+async def test_hosts_do_not_flap_in_a_day(tmp_path: Path) -> None:
     """Demand changes every ten minutes. Each request of a machine follows a change, and the number of hosts is always
     between `min` and `max`."""
 
@@ -203,14 +201,11 @@ def test_hosts_do_not_flap_in_a_day(tmp_path: Path) -> None:
         requests = played.happened().count("HostRequested")
         assert 0 < requests <= 2 * changes
 
-    async def day() -> None:
-        cluster = FakeCluster()
-        cluster.machine_s, cluster.load_s = 120.0, 20.0
-        async with Played(tmp_path, cluster, SPEC, tick_s=15.0) as played:
-            await story(played)
-        assert cluster.violations == []
-
-    virtually(day)
+    cluster = FakeCluster()
+    cluster.machine_s, cluster.load_s = 120.0, 20.0
+    async with Played(tmp_path, cluster, SPEC, tick_s=15.0) as played:
+        await story(played)
+    assert cluster.violations == []
 
 
 @given(st.data())

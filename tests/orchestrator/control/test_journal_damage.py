@@ -11,7 +11,7 @@ import pytest
 from orchestrator.api.schemas import OperationRefused
 from orchestrator.fleet.replica_states import State
 from orchestrator.records.journal import Journal, JournalUnwritable
-from tests.orchestrator.fakes import FakeCluster, Played, virtually
+from tests.orchestrator.fakes import FakeCluster, Played, virtual, virtually
 from workers.messages.status import Phase
 
 ONE = """\
@@ -204,65 +204,59 @@ def test_the_next_up_ends_the_hold(tmp_path: Path) -> None:
     play(tmp_path, story, fleet="next")
 
 
-def test_a_draining_replica_continues_only_after_the_hold(tmp_path: Path) -> None:
+@virtual
+async def test_a_draining_replica_continues_only_after_the_hold(tmp_path: Path) -> None:
     """Its cores are not used meanwhile."""
-
-    async def main() -> None:
-        cluster, path = FakeCluster(), tmp_path / "journal"
-        journal = Journal(path)
-        async with Played(tmp_path, cluster, ONE, journal=journal) as played:
-            await played.settled()
-            cluster.drain_s = LONG_S
-            await played.apply(ONE.replace("max_batch: 4", "max_batch: 8"))
-            await played.until(lambda: cluster.drained, "one drains", LONG_S)
-        journal.close()
-        damaged(path, 2)
-        for replica in cluster.living():
-            if cluster.drained[0].startswith(f"{replica.config.model}/{replica.config.replica}."):
-                await replica.report(phase=Phase.DRAINING)
-        cluster.drained.clear()
-        cluster.started.clear()
-        journal = Journal(path)
-        async with Played(tmp_path, cluster, ONE, journal=journal, restarted=True) as played:
-            await passes(played, LONG_S)
-            assert idle(cluster)
-            cluster.drain_s = 0.0
-            await played.apply(ONE)
-            await played.settled()
-        journal.close()
-
-    virtually(main)
+    cluster, path = FakeCluster(), tmp_path / "journal"
+    journal = Journal(path)
+    async with Played(tmp_path, cluster, ONE, journal=journal) as played:
+        await played.settled()
+        cluster.drain_s = LONG_S
+        await played.apply(ONE.replace("max_batch: 4", "max_batch: 8"))
+        await played.until(lambda: cluster.drained, "one drains", LONG_S)
+    journal.close()
+    damaged(path, 2)
+    for replica in cluster.living():
+        if cluster.drained[0].startswith(f"{replica.config.model}/{replica.config.replica}."):
+            await replica.report(phase=Phase.DRAINING)
+    cluster.drained.clear()
+    cluster.started.clear()
+    journal = Journal(path)
+    async with Played(tmp_path, cluster, ONE, journal=journal, restarted=True) as played:
+        await passes(played, LONG_S)
+        assert idle(cluster)
+        cluster.drain_s = 0.0
+        await played.apply(ONE)
+        await played.settled()
+    journal.close()
 
 
-def test_on_a_full_disk_the_fleet_is_held_too(tmp_path: Path) -> None:
+@virtual
+async def test_on_a_full_disk_the_fleet_is_held_too(tmp_path: Path) -> None:
     """The record of the hold is pending with the others, and is written before the next revision."""
+    cluster, path = FakeCluster(), tmp_path / "journal"
+    journal = Journal(path)
+    async with Played(tmp_path, cluster, ONE, journal=journal) as played:
+        await played.settled()
+        await played.apply(TWO)
+        await played.settled()
+    journal.close()
+    damaged(path, 2)
+    cluster.started.clear()
+    cluster.drained.clear()
+    cluster.ended.clear()
+    journal = Journal(path)
+    append = journal.append
 
-    async def main() -> None:
-        cluster, path = FakeCluster(), tmp_path / "journal"
-        journal = Journal(path)
-        async with Played(tmp_path, cluster, ONE, journal=journal) as played:
-            await played.settled()
-            await played.apply(TWO)
-            await played.settled()
-        journal.close()
-        damaged(path, 2)
-        cluster.started.clear()
-        cluster.drained.clear()
-        cluster.ended.clear()
-        journal = Journal(path)
-        append = journal.append
+    def full(record: Any) -> Any:
+        raise JournalUnwritable(28, "No space left on device")
 
-        def full(record: Any) -> Any:
-            raise JournalUnwritable(28, "No space left on device")
-
-        journal.append = full  # type: ignore[method-assign]
-        async with Played(tmp_path, cluster, ONE, journal=journal, restarted=True) as played:
-            await passes(played, LONG_S)
-            assert idle(cluster)
-            journal.append = append  # type: ignore[method-assign]
-            await passes(played, 5.0)
-            assert idle(cluster)
-            assert journal.state().held is not None
-        journal.close()
-
-    virtually(main)
+    journal.append = full  # type: ignore[method-assign]
+    async with Played(tmp_path, cluster, ONE, journal=journal, restarted=True) as played:
+        await passes(played, LONG_S)
+        assert idle(cluster)
+        journal.append = append  # type: ignore[method-assign]
+        await passes(played, 5.0)
+        assert idle(cluster)
+        assert journal.state().held is not None
+    journal.close()

@@ -12,7 +12,7 @@ from orchestrator.api.schemas import OperationRefused
 from orchestrator.records.journal import Journal
 from orchestrator.state.record_writer import RecordWriter
 from tests.orchestrator.control.test_journal_damage import LONG_S, ONE, TWO, idle, passes
-from tests.orchestrator.fakes import FakeCluster, Played, virtually
+from tests.orchestrator.fakes import FakeCluster, Played, virtual
 
 
 def removed(path: Path) -> None:
@@ -31,56 +31,52 @@ def replaced_by_a_copy(path: Path) -> None:
 
 
 @pytest.mark.parametrize("lose", [removed, replaced_by_a_link, replaced_by_a_copy])
-def test_a_fleet_without_its_journal_serves_and_holds_its_actions(tmp_path: Path, lose: Callable[[Path], None]) -> None:
+@virtual
+async def test_a_fleet_without_its_journal_serves_and_holds_its_actions(
+    tmp_path: Path, lose: Callable[[Path], None]
+) -> None:
     """An apply is refused, a killed replica is not restarted, and the status says why."""
-
-    async def main() -> None:
-        cluster, journal = FakeCluster(), Journal(tmp_path / "journal")
-        async with Played(tmp_path, cluster, ONE, journal=journal) as played:
-            await played.settled()
-            lose(tmp_path / "journal")
-            await played.until(lambda: "journal-lost: " in played.controller.status().hold, "the hold", 60.0)
-            cluster.started.clear()
-            with pytest.raises(OperationRefused) as refused:
-                await played.apply(TWO)
-            assert (refused.value.problem.id, refused.value.status) == ("journal-lost", 507)
-            assert played.controller.status().revision == 1
-            await cluster.find("a/0").die("killed")
-            await passes(played, LONG_S)
-            assert idle(cluster)
-            routes = {model.name: len(model.replicas) for model in played.controller.routes().models}
-            assert routes == {"a": 1, "old": 1, "sleeper": 0}
-        with contextlib.suppress(OSError):
-            journal.close()
-
-    virtually(main)
+    cluster, journal = FakeCluster(), Journal(tmp_path / "journal")
+    async with Played(tmp_path, cluster, ONE, journal=journal) as played:
+        await played.settled()
+        lose(tmp_path / "journal")
+        await played.until(lambda: "journal-lost: " in played.controller.status().hold, "the hold", 60.0)
+        cluster.started.clear()
+        with pytest.raises(OperationRefused) as refused:
+            await played.apply(TWO)
+        assert (refused.value.problem.id, refused.value.status) == ("journal-lost", 507)
+        assert played.controller.status().revision == 1
+        await cluster.find("a/0").die("killed")
+        await passes(played, LONG_S)
+        assert idle(cluster)
+        routes = {model.name: len(model.replicas) for model in played.controller.routes().models}
+        assert routes == {"a": 1, "old": 1, "sleeper": 0}
+    with contextlib.suppress(OSError):
+        journal.close()
 
 
-def test_a_restarted_controller_without_any_revision_holds_its_actions(tmp_path: Path) -> None:
+@virtual
+async def test_a_restarted_controller_without_any_revision_holds_its_actions(tmp_path: Path) -> None:
     """The spec of `up` may be older than what the replicas serve."""
-
-    async def main() -> None:
-        cluster, journal = FakeCluster(), Journal(tmp_path / "journal")
-        async with Played(tmp_path, cluster, ONE, journal=journal) as played:
-            await played.settled()
-            await played.apply(TWO)
-            await played.settled()
-        journal.close()
-        (tmp_path / "journal").unlink()
-        for done in (cluster.started, cluster.drained, cluster.ended):
-            done.clear()
-        journal = Journal(tmp_path / "journal")
-        async with Played(tmp_path, cluster, ONE, journal=journal, restarted=True) as played:
-            await played.controller.settled()
-            assert "the journal has no revision of this fleet" in played.controller.status().hold
-            await passes(played, LONG_S)
-            assert idle(cluster)
-            await played.apply(TWO)
-            await played.settled()
-            assert (played.controller.status().hold, cluster.started) == ("", [])
-        journal.close()
-
-    virtually(main)
+    cluster, journal = FakeCluster(), Journal(tmp_path / "journal")
+    async with Played(tmp_path, cluster, ONE, journal=journal) as played:
+        await played.settled()
+        await played.apply(TWO)
+        await played.settled()
+    journal.close()
+    (tmp_path / "journal").unlink()
+    for done in (cluster.started, cluster.drained, cluster.ended):
+        done.clear()
+    journal = Journal(tmp_path / "journal")
+    async with Played(tmp_path, cluster, ONE, journal=journal, restarted=True) as played:
+        await played.controller.settled()
+        assert "the journal has no revision of this fleet" in played.controller.status().hold
+        await passes(played, LONG_S)
+        assert idle(cluster)
+        await played.apply(TWO)
+        await played.settled()
+        assert (played.controller.status().hold, cluster.started) == ("", [])
+    journal.close()
 
 
 def test_a_journal_that_cannot_be_opened_is_lost_from_the_beginning(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from orchestrator.process.awake_clock import AGAIN_S, BEAT_S, LATE_S, AwakeClock
 from orchestrator.rollout.rollout_step import ReplicaTarget
 from placements.facts.core_range import CoreRange
 from placements.planner.plan import Placement
-from tests.orchestrator.fakes import FakeCluster, Played, VirtualLoop, virtually
+from tests.orchestrator.fakes import FakeCluster, Played, VirtualLoop, virtual, virtually
 from tests.searches import search
 from workers.messages.status import Phase, ReplicaStatus
 
@@ -185,28 +185,25 @@ def test_a_drain_continues_after_a_pause() -> None:
 
 
 @pytest.mark.parametrize("paused", [0.0, 60.0])
-def test_a_call_is_late_by_the_time_that_the_loop_ran(paused: float) -> None:
+@virtual
+async def test_a_call_is_late_by_the_time_that_the_loop_ran(paused: float) -> None:
     """Silence is a hang only after its deadline on the clock without pauses."""
+    loop = asyncio.get_running_loop()
+    clock = AwakeClock(loop.time)
+    beating, answer = loop.create_task(clock.beat()), loop.create_future()
 
-    async def live() -> None:
-        loop = asyncio.get_running_loop()
-        clock = AwakeClock(loop.time)
-        beating, answer = loop.create_task(clock.beat()), loop.create_future()
+    def stop_and_go() -> None:
+        pause(paused)
+        loop.call_later(4.0, answer.set_result, "here")
 
-        def stop_and_go() -> None:
-            pause(paused)
-            loop.call_later(4.0, answer.set_result, "here")
-
-        if paused:
-            loop.call_later(10.0, stop_and_go)
-            assert await clock.within(answer, 12.0) == "here"
-        else:
-            with pytest.raises(asyncio.TimeoutError):
-                await clock.within(answer, 12.0)
-            assert loop.time() == pytest.approx(12.0)
-        beating.cancel()
-
-    virtually(live)
+    if paused:
+        loop.call_later(10.0, stop_and_go)
+        assert await clock.within(answer, 12.0) == "here"
+    else:
+        with pytest.raises(asyncio.TimeoutError):
+            await clock.within(answer, 12.0)
+        assert loop.time() == pytest.approx(12.0)
+    beating.cancel()
 
 
 def test_a_replica_measures_only_the_time_in_which_the_controller_ran() -> None:

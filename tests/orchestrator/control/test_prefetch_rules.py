@@ -24,7 +24,7 @@ from orchestrator.rollout.preparation import Preparation
 from placements.spec.schema import HostsSpec, Spec
 from tests.orchestrator.control.test_prefetch import spec
 from tests.orchestrator.elsewhere import forbid_remote_sources
-from tests.orchestrator.fakes import FakeCluster, Played, play, starting_fleet, virtually
+from tests.orchestrator.fakes import FakeCluster, Played, play, starting_fleet, virtual
 from tests.placements.fleets import model, places, planned
 from tests.placements.fleets import spec as spec_of
 from tests.workers.fake_remote import FakeRemote
@@ -214,24 +214,21 @@ async def test_a_host_that_has_fetched_a_model_is_preferred_at_once(played: Play
     assert [host for host, held in state.held.items() if ONE in held] == [played.cluster.started[0].host]
 
 
-def test_a_foreign_owner_does_not_clear_the_fault_of_a_core(tmp_path: Path) -> None:
+@virtual
+async def test_a_foreign_owner_does_not_clear_the_fault_of_a_core(tmp_path: Path) -> None:
     """A restarted controller still knows which cores are faulty."""
-
-    async def live() -> None:
-        journal, cluster = Journal(None, clock=now), FakeCluster()
-        broken = Failure("memory-uncorrectable", "bad memory", "replace it", Reaction.QUARANTINE)
-        async with Played(tmp_path, cluster, spec(), journal=journal) as played:
-            await played.settled()
-            await cluster.replicas["m/0.1"].report(phase=Phase.FAILED, failure=broken)
-            await played.until(lambda: len(cluster.started) == 2, "elsewhere", 60.0)
-            for held in ({3: 7}, {}):
-                cluster.held = dict[int, int | None](held)
-                await asyncio.sleep(10.0)
-        async with Played(tmp_path, cluster, spec(), journal=journal) as played:
-            await played.settled()
-            assert {core["core"] for core in played.host()["quarantine"]} == set(range(8))
-
-    virtually(live)
+    journal, cluster = Journal(None, clock=now), FakeCluster()
+    broken = Failure("memory-uncorrectable", "bad memory", "replace it", Reaction.QUARANTINE)
+    async with Played(tmp_path, cluster, spec(), journal=journal) as played:
+        await played.settled()
+        await cluster.replicas["m/0.1"].report(phase=Phase.FAILED, failure=broken)
+        await played.until(lambda: len(cluster.started) == 2, "elsewhere", 60.0)
+        for held in ({3: 7}, {}):
+            cluster.held = dict[int, int | None](held)
+            await asyncio.sleep(10.0)
+    async with Played(tmp_path, cluster, spec(), journal=journal) as played:
+        await played.settled()
+        assert {core["core"] for core in played.host()["quarantine"]} == set(range(8))
 
 
 # What a start would compile

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from orchestrator.records.journal import Journal
 from orchestrator.scaling.demand_report import AUTOSCALE_S, DemandReport, DemandWindow, RoutingDecision
-from tests.orchestrator.fakes import FakeCluster, Played, play, starting_fleet, virtually
+from tests.orchestrator.fakes import FakeCluster, Played, play, starting_fleet, virtual
 from tests.searches import search
 from workers.messages.status import Failure, Phase
 
@@ -414,24 +414,21 @@ async def test_a_sample_of_the_requests_is_an_event_at_most_once_a_minute_for_ea
 
 
 @pytest.mark.parametrize("up", ["f", "another"])
-def test_a_restarted_controller_keeps_the_numbers_and_a_new_fleet_does_not(tmp_path: Path, up: str) -> None:
+@virtual
+async def test_a_restarted_controller_keeps_the_numbers_and_a_new_fleet_does_not(tmp_path: Path, up: str) -> None:
     """Replicas above min are not stopped although the history is lost."""
-
-    async def live() -> None:
-        cluster, journal = FakeCluster(), Journal(None, clock=asyncio.get_running_loop().time)
-        cluster.load_s = 5.0
-        fleet = Played(tmp_path, cluster, PAIR, journal=journal)
-        async with fleet:
-            await fleet.controller.settled()
-            await Demanding(fleet, {"low": 6.0, "high": 0.0}).run(300)
-            assert counts(fleet) == {"low": 3, "high": 0}
-        again = Played(tmp_path, cluster, PAIR, journal=journal, fleet=up)
-        async with again:
-            await again.controller.settled()
-            await asyncio.sleep(30)
-            assert counts(again) == {"low": 3 if up == "f" else 1, "high": 0}
-
-    virtually(live)
+    cluster, journal = FakeCluster(), Journal(None, clock=asyncio.get_running_loop().time)
+    cluster.load_s = 5.0
+    fleet = Played(tmp_path, cluster, PAIR, journal=journal)
+    async with fleet:
+        await fleet.controller.settled()
+        await Demanding(fleet, {"low": 6.0, "high": 0.0}).run(300)
+        assert counts(fleet) == {"low": 3, "high": 0}
+    again = Played(tmp_path, cluster, PAIR, journal=journal, fleet=up)
+    async with again:
+        await again.controller.settled()
+        await asyncio.sleep(30)
+        assert counts(again) == {"low": 3 if up == "f" else 1, "high": 0}
 
 
 @starting_fleet(PAIR, load_s=5.0)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from orchestrator.records.journal import Journal, JournalUnwritable, read
 from orchestrator.records.journal_records import Decision, Record, Scale, Target
 from orchestrator.state.record_writer import MAX_REFUSED, RecordWriter
-from tests.orchestrator.fakes import FakeCluster, Played, virtually
+from tests.orchestrator.fakes import FakeCluster, Played, virtual, virtually
 
 DEADLINE_S = 20.0
 SPEC = """\
@@ -118,77 +118,70 @@ async def test_records_are_written_while_all_shared_threads_are_busy(tmp_path: P
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)], ids=["start", "drain"])
-def test_an_effect_waits_for_its_record(tmp_path: Path, before: int, after: int) -> None:
-    async def main() -> None:
-        thread, cluster = GatedThread(), FakeCluster()
-        async with Played(tmp_path, cluster, SPEC % 2, in_thread=thread) as played:
-            await played.operator.scale("m", before, "tester")
-            await played.settled()
-            records = played.controller.state.records
-            decision = records.decision
+@virtual
+async def test_an_effect_waits_for_its_record(tmp_path: Path, before: int, after: int) -> None:
+    thread, cluster = GatedThread(), FakeCluster()
+    async with Played(tmp_path, cluster, SPEC % 2, in_thread=thread) as played:
+        await played.operator.scale("m", before, "tester")
+        await played.settled()
+        records = played.controller.state.records
+        decision = records.decision
 
-            def decide(*args: Any) -> None:
-                thread.gate.clear()
-                decision(*args)
+        def decide(*args: Any) -> None:
+            thread.gate.clear()
+            decision(*args)
 
-            records.decision = decide  # type: ignore[assignment, method-assign]
-            await played.operator.scale("m", after, "tester")
-            await asyncio.sleep(5.0)
-            assert not thread.gate.is_set()
-            assert (len(cluster.started), cluster.drained, cluster.ended) == (before, [], [])
-            records.decision = decision  # type: ignore[method-assign]
-            thread.gate.set()
-            await played.settled()
-            assert len(cluster.living()) == after
-        assert cluster.violations == []
-
-    virtually(main)
-
-
-def test_an_operation_completes_without_its_caller(tmp_path: Path) -> None:
-    """Otherwise the journal would have a revision that the controller does not."""
-
-    async def main() -> None:
-        thread = GatedThread()
-        async with Played(tmp_path, FakeCluster(), SPEC % 1, in_thread=thread) as played:
-            await played.settled()
-            state, installing = played.controller.state, asyncio.Event()
-            record = state.records.record
-
-            async def recording(revision: Any) -> Any:
-                thread.gate.clear()
-                installing.set()
-                return await record(revision)
-
-            state.records.record = recording  # type: ignore[assignment, method-assign]
-            applied = asyncio.ensure_future(played.apply(SPEC % 2))
-            await installing.wait()
-            applied.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await applied
-            thread.gate.set()
-            await played.settled()
-            assert state.current.number == played.journal.state().revision == 2
-
-    virtually(main)
-
-
-def test_a_request_is_visible_once_it_is_written_and_a_note_at_once(tmp_path: Path) -> None:
-    async def main() -> None:
-        thread = GatedThread()
-        records = RecordWriter(Journal(None), thread)
-        thread.gate.clear()
-        request = asyncio.ensure_future(records.record(Scale(model="m", count=2, by="ann")))
-        await asyncio.sleep(0)
-        records.note(Target(model="m", count=3))
-        assert (records.state.scales, records.state.targets) == ({}, {"m": 3})
+        records.decision = decide  # type: ignore[assignment, method-assign]
+        await played.operator.scale("m", after, "tester")
+        await asyncio.sleep(5.0)
+        assert not thread.gate.is_set()
+        assert (len(cluster.started), cluster.drained, cluster.ended) == (before, [], [])
+        records.decision = decision  # type: ignore[method-assign]
         thread.gate.set()
-        stored = await request
-        assert (stored.seq, records.state.scales["m"].count) == (1, 2)
-        await records.durable()
-        assert records.state.seq == records.journal.state().seq == 2
+        await played.settled()
+        assert len(cluster.living()) == after
+    assert cluster.violations == []
 
-    virtually(main)
+
+@virtual
+async def test_an_operation_completes_without_its_caller(tmp_path: Path) -> None:
+    """Otherwise the journal would have a revision that the controller does not."""
+    thread = GatedThread()
+    async with Played(tmp_path, FakeCluster(), SPEC % 1, in_thread=thread) as played:
+        await played.settled()
+        state, installing = played.controller.state, asyncio.Event()
+        record = state.records.record
+
+        async def recording(revision: Any) -> Any:
+            thread.gate.clear()
+            installing.set()
+            return await record(revision)
+
+        state.records.record = recording  # type: ignore[assignment, method-assign]
+        applied = asyncio.ensure_future(played.apply(SPEC % 2))
+        await installing.wait()
+        applied.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await applied
+        thread.gate.set()
+        await played.settled()
+        assert state.current.number == played.journal.state().revision == 2
+
+
+@virtual
+async def test_a_request_is_visible_once_it_is_written_and_a_note_at_once(tmp_path: Path) -> None:
+    thread = GatedThread()
+    records = RecordWriter(Journal(None), thread)
+    thread.gate.clear()
+    request = asyncio.ensure_future(records.record(Scale(model="m", count=2, by="ann")))
+    await asyncio.sleep(0)
+    records.note(Target(model="m", count=3))
+    assert (records.state.scales, records.state.targets) == ({}, {"m": 3})
+    thread.gate.set()
+    stored = await request
+    assert (stored.seq, records.state.scales["m"].count) == (1, 2)
+    await records.durable()
+    assert records.state.seq == records.journal.state().seq == 2
 
 
 def test_an_event_is_logged_with_its_object_if_it_has_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -13,7 +13,7 @@ from orchestrator.records.journal import Journal
 from orchestrator.records.journal_records import Cordon, JournalState, Record, Revision, Scale, Target
 from orchestrator.records.state_copy import KEPT_REVISIONS, StateCopier, decode, encode, is_newer
 from orchestrator.state.record_writer import RecordWriter
-from tests.orchestrator.fakes import FakeCluster, Played, virtually
+from tests.orchestrator.fakes import FakeCluster, Played, virtual
 
 DEADLINE_S = 20.0
 ONE = """\
@@ -150,27 +150,24 @@ def test_an_event_alone_is_not_copied() -> None:
     assert written == [2]
 
 
-def test_a_controller_on_a_new_head_adopts_the_replicas_of_the_last_spec(tmp_path: Path) -> None:
+@virtual
+async def test_a_controller_on_a_new_head_adopts_the_replicas_of_the_last_spec(tmp_path: Path) -> None:
     """It has only the copy: neither does it start the spec of `up`, nor does it reuse an epoch."""
-
-    async def main() -> None:
-        cluster, journal = FakeCluster(), Journal(None)
-        async with Played(tmp_path, cluster, ONE, journal=journal) as played:
-            await played.settled()
-            await played.apply(TWO)
-            await played.settled()
-            before = played.ready("m")
-        copy = decode(encode(journal.state()))
-        assert copy is not None
-        cluster.started.clear()
-        journal = Journal(None)
-        journal.restore(copy)
-        async with Played(tmp_path, cluster, ONE, journal=journal, restarted=True) as played:
-            await played.settled()
-            id, epoch = before[0]["id"], before[0]["epoch"]
-            assert (cluster.started, played.ready("m")[0]["epoch"]) == ([], epoch)
-            await cluster.find(id).die("killed")
-            await played.until(lambda: cluster.started, "it starts again", 3600.0)
-            assert cluster.started[0].epoch > epoch
-
-    virtually(main)
+    cluster, journal = FakeCluster(), Journal(None)
+    async with Played(tmp_path, cluster, ONE, journal=journal) as played:
+        await played.settled()
+        await played.apply(TWO)
+        await played.settled()
+        before = played.ready("m")
+    copy = decode(encode(journal.state()))
+    assert copy is not None
+    cluster.started.clear()
+    journal = Journal(None)
+    journal.restore(copy)
+    async with Played(tmp_path, cluster, ONE, journal=journal, restarted=True) as played:
+        await played.settled()
+        id, epoch = before[0]["id"], before[0]["epoch"]
+        assert (cluster.started, played.ready("m")[0]["epoch"]) == ([], epoch)
+        await cluster.find(id).die("killed")
+        await played.until(lambda: cluster.started, "it starts again", 3600.0)
+        assert cluster.started[0].epoch > epoch

@@ -11,7 +11,7 @@ from orchestrator.rollout.rollout_step import DesiredModel, Situation, compute_g
 from placements.facts.core_range import CoreRange
 from placements.facts.topology import TOPOLOGIES, Host
 from placements.spec.schema import ModelSpec, Spec
-from tests.orchestrator.fakes import FakeCluster, Played, play, settled_fleet, virtually
+from tests.orchestrator.fakes import FakeCluster, Played, play, settled_fleet, virtual
 from tests.orchestrator.rollout.test_updates import spec
 
 QUICK = ", update: {strategy: surge, progress_deadline_s: 60}"
@@ -103,24 +103,21 @@ async def test_replacement_continues_although_more_is_wanted_than_fits(played: P
     await played.until(lambda: len(pids()) == 2 and not pids() & second, "restarted", 100)
 
 
-def test_old_replicas_do_not_wait_forever_for_new_ones_that_do_not_fit(tmp_path: Path) -> None:
+@virtual
+async def test_old_replicas_do_not_wait_forever_for_new_ones_that_do_not_fit(tmp_path: Path) -> None:
     """Without a revision to return to, and three wanted where two fit: after progress_deadline_s the old one stops."""
     wide = "version: 1\nname: test\nhosts: {emulate: inf2.48xlarge}\ndefaults: {engine: echo}\nmodels:\n"
     wide += "  a: {tp_degree: DEGREE, replicas: {min: 1, max: 3}}\n  b: {tp_degree: 8}\n"
-
-    async def main() -> None:
-        fake = FakeCluster()
-        fake.load_s = 5.0
-        async with Played(tmp_path, fake, wide.replace("DEGREE", "4"), tick_s=5.0) as played:
-            await played.operator.scale("a", 3, "tester")
-            await played.until(lambda: len(played.controller.state.views) == 4, "all start", 10)
-            await played.apply(wide.replace("DEGREE", "8"))
-            await played.until(lambda: "UpdateStuck" in played.happened(), "it is stuck", 1000)
-            new = played.controller.state.current.versions["a"]
-            await played.until(lambda: [r["version"] for r in played.model("a")["replicas"]] == [new, new], "over", 60)
-            assert fake.violations == []
-
-    virtually(main)
+    fake = FakeCluster()
+    fake.load_s = 5.0
+    async with Played(tmp_path, fake, wide.replace("DEGREE", "4"), tick_s=5.0) as played:
+        await played.operator.scale("a", 3, "tester")
+        await played.until(lambda: len(played.controller.state.views) == 4, "all start", 10)
+        await played.apply(wide.replace("DEGREE", "8"))
+        await played.until(lambda: "UpdateStuck" in played.happened(), "it is stuck", 1000)
+        new = played.controller.state.current.versions["a"]
+        await played.until(lambda: [r["version"] for r in played.model("a")["replicas"]] == [new, new], "over", 60)
+        assert fake.violations == []
 
 
 def test_old_replicas_without_a_successor_stay() -> None:

@@ -18,7 +18,7 @@ from orchestrator.records.journal import Journal, JournalUnwritable
 from orchestrator.rollout.rollout_step import STEPS, DesiredModel, FormerVersion, StepCase, step
 from placements.spec.parse import parse
 from placements.spec.schema import ModelSpec
-from tests.orchestrator.fakes import FakeCluster, Played, play, settled_fleet, virtually
+from tests.orchestrator.fakes import FakeCluster, Played, play, settled_fleet, virtual
 from tests.stubs import stub_checkpoint
 from workers.messages.status import Failure
 
@@ -215,26 +215,23 @@ async def test_requests_are_held_until_a_failed_swap_is_rolled_back(played: Play
     assert not next(m for m in played.controller.routes().models if m.name == "a").holds
 
 
-def test_a_controller_restarted_during_a_swap_continues_holding(tmp_path: Path) -> None:
+@virtual
+async def test_a_controller_restarted_during_a_swap_continues_holding(tmp_path: Path) -> None:
     """The spec has `hold`: that is all that it knows of the update."""
-
-    async def main() -> None:
-        cluster = FakeCluster()
-        cluster.load_s = 10.0
-        async with Played(tmp_path, cluster, spec(a=pinned("strategy: hold"))) as played:
-            await played.settled()
-            await played.apply(spec(a_batch=8, a=pinned("strategy: hold")))
-            await played.until(lambda: len(cluster.started) == 4, "the new one starts", 60)
-            await played.kill()
-            journal = played.journal
-        async with Played(tmp_path, cluster, spec(a=pinned("strategy: hold")), journal=journal) as played:
-            await played.controller.settled()
-            route = next(m for m in played.controller.routes().models if m.name == "a")
-            assert (route.replicas, route.holds) == ([], True)
-            await played.settled()
-            assert not next(m for m in played.controller.routes().models if m.name == "a").holds
-
-    virtually(main)
+    cluster = FakeCluster()
+    cluster.load_s = 10.0
+    async with Played(tmp_path, cluster, spec(a=pinned("strategy: hold"))) as played:
+        await played.settled()
+        await played.apply(spec(a_batch=8, a=pinned("strategy: hold")))
+        await played.until(lambda: len(cluster.started) == 4, "the new one starts", 60)
+        await played.kill()
+        journal = played.journal
+    async with Played(tmp_path, cluster, spec(a=pinned("strategy: hold")), journal=journal) as played:
+        await played.controller.settled()
+        route = next(m for m in played.controller.routes().models if m.name == "a")
+        assert (route.replicas, route.holds) == ([], True)
+        await played.settled()
+        assert not next(m for m in played.controller.routes().models if m.name == "a").holds
 
 
 @settled_fleet(spec(a=pinned("strategy: hold, rollback: false")), load_s=2.0)
@@ -663,51 +660,45 @@ async def test_a_drain_whose_call_fails_ends_at_its_deadline(played: Played) -> 
     assert len(played.model("a")["replicas"]) == 1
 
 
-def test_manual_scaling_applies_to_one_fleet_only(tmp_path: Path) -> None:
+@virtual
+async def test_manual_scaling_applies_to_one_fleet_only(tmp_path: Path) -> None:
     """The next `up` starts from its spec, and becomes ready; cordons are about the machine, and stay."""
-
-    async def main() -> None:
-        journal = Journal(None)
-        async with Played(tmp_path, FakeCluster(), spec(), journal=journal) as played:
-            await played.settled()
-            await played.operator.unload("a", "tester")
-            await played.operator.cordon("inf2.48xlarge/0", "23", True, "tester")
-        async with Played(tmp_path, FakeCluster(), spec(), journal=journal, fleet="next") as played:
-            await played.settled()
-            assert played.controller.status().ready
-            assert len(played.ready("a")) == 1
-            assert played.host()["cordoned"] == ["23"]
-
-    virtually(main)
+    journal = Journal(None)
+    async with Played(tmp_path, FakeCluster(), spec(), journal=journal) as played:
+        await played.settled()
+        await played.operator.unload("a", "tester")
+        await played.operator.cordon("inf2.48xlarge/0", "23", True, "tester")
+    async with Played(tmp_path, FakeCluster(), spec(), journal=journal, fleet="next") as played:
+        await played.settled()
+        assert played.controller.status().ready
+        assert len(played.ready("a")) == 1
+        assert played.host()["cordoned"] == ["23"]
 
 
-def test_with_a_full_disk_repairs_go_on_and_verbs_are_refused(tmp_path: Path) -> None:
+@virtual
+async def test_with_a_full_disk_repairs_go_on_and_verbs_are_refused(tmp_path: Path) -> None:
     """Nothing is lost either: what was done meanwhile is in the journal once there is room."""
+    journal = Journal(tmp_path / "journal")
+    async with Played(tmp_path, FakeCluster(), spec(), journal=journal) as played:
+        await played.settled()
+        append = journal.append
 
-    async def main() -> None:
-        journal = Journal(tmp_path / "journal")
-        async with Played(tmp_path, FakeCluster(), spec(), journal=journal) as played:
-            await played.settled()
-            append = journal.append
+        def full(record: Any) -> Any:
+            raise JournalUnwritable(28, "No space left on device")
 
-            def full(record: Any) -> Any:
-                raise JournalUnwritable(28, "No space left on device")
-
-            journal.append = full  # type: ignore[method-assign]
-            await played.cluster.find("a/0").die("killed")
-            await played.until(lambda: played.replica("a/0")["restarts"] == 1 and played.ready("a"), "again", 60)
-            with pytest.raises(OperationRefused) as refused:
-                await played.apply(spec(a_batch=8))
-            assert (refused.value.problem.id, refused.value.status) == ("journal-unwritable", 507)
-            conditions = {c.type: c.status for c in played.controller.status().conditions}
-            assert conditions["JournalWritable"] is False
-            journal.append = append  # type: ignore[method-assign]
+        journal.append = full  # type: ignore[method-assign]
+        await played.cluster.find("a/0").die("killed")
+        await played.until(lambda: played.replica("a/0")["restarts"] == 1 and played.ready("a"), "again", 60)
+        with pytest.raises(OperationRefused) as refused:
             await played.apply(spec(a_batch=8))
-            await played.settled()
-            assert played.journal.state().epochs["a/0"] >= 2
-        journal.close()
-
-    virtually(main)
+        assert (refused.value.problem.id, refused.value.status) == ("journal-unwritable", 507)
+        conditions = {c.type: c.status for c in played.controller.status().conditions}
+        assert conditions["JournalWritable"] is False
+        journal.append = append  # type: ignore[method-assign]
+        await played.apply(spec(a_batch=8))
+        await played.settled()
+        assert played.journal.state().epochs["a/0"] >= 2
+    journal.close()
 
 
 @settled_fleet(spec())
@@ -771,36 +762,33 @@ def test_versions_with_different_tokenizers_are_never_routed_together(tmp_path: 
     play(tmp_path, first, story, load_s=400.0, drain_s=3.0)
 
 
-def test_replicas_of_a_lost_revision_are_routed_by_their_own_tokenizer(tmp_path: Path) -> None:
+@virtual
+async def test_replicas_of_a_lost_revision_are_routed_by_their_own_tokenizer(tmp_path: Path) -> None:
     """It is unknown whether the model was loaded again: running replicas continue, and get prompts in their own
     tokens.
     """
     tokenizers(tmp_path, one="1", two="2")
     before, after = (TOKENIZED.format(source=source, tp=2, replicas=1, more="") for source in ("one", "two"))
-
-    async def main() -> None:
-        cluster, path = FakeCluster(), tmp_path / "journal"
-        journal = Journal(path)
-        async with Played(tmp_path, cluster, before, journal=journal) as played:
-            await played.settled()
-            await played.operator.unload("m", "tester")
-            known = path.stat().st_size
-            await played.apply(after)
-            await played.operator.load("m", "tester")
-            await played.settled()
-        journal.close()
-        data = path.read_bytes()
-        path.write_bytes(data[:known] + data[known:].replace(b'"by":', b'"bx":'))
-        journal = Journal(path)
-        async with Played(tmp_path, cluster, before, journal=journal, restarted=True) as played:
-            assert played.controller.state.counts.is_unloaded("m")
-            await played.controller.settled()
-            (model,) = played.controller.routes().models
-            (route,) = model.replicas
-            assert model.tokenizer == played.controller.state.configs[route.id].tokenizer
-        journal.close()
-
-    virtually(main)
+    cluster, path = FakeCluster(), tmp_path / "journal"
+    journal = Journal(path)
+    async with Played(tmp_path, cluster, before, journal=journal) as played:
+        await played.settled()
+        await played.operator.unload("m", "tester")
+        known = path.stat().st_size
+        await played.apply(after)
+        await played.operator.load("m", "tester")
+        await played.settled()
+    journal.close()
+    data = path.read_bytes()
+    path.write_bytes(data[:known] + data[known:].replace(b'"by":', b'"bx":'))
+    journal = Journal(path)
+    async with Played(tmp_path, cluster, before, journal=journal, restarted=True) as played:
+        assert played.controller.state.counts.is_unloaded("m")
+        await played.controller.settled()
+        (model,) = played.controller.routes().models
+        (route,) = model.replicas
+        assert model.tokenizer == played.controller.state.configs[route.id].tokenizer
+    journal.close()
 
 
 def test_a_canary_with_another_tokenizer_is_rejected(tmp_path: Path) -> None:
@@ -840,34 +828,31 @@ def versions_ready(played: Played, model: str) -> Counter[str]:
     return Counter(replica["version"] for replica in played.ready(model))
 
 
-def test_old_replicas_that_a_canary_loses_with_their_host_restart_elsewhere(tmp_path: Path) -> None:
+@virtual
+async def test_old_replicas_that_a_canary_loses_with_their_host_restart_elsewhere(tmp_path: Path) -> None:
     """In the old version: the canary stays one replica with its share of the requests, also after a restart of the
     controller.
     """
-
-    async def main() -> None:
-        journal, cluster = Journal(None), FakeCluster()
-        cluster.load_s = 5.0
-        async with Played(tmp_path, cluster, TWO, journal=journal) as played:
-            await played.settled()
-            old, new = await canary_beside(played, TWO.replace("max_batch: 4}", "max_batch: 8}"), "b")
-            await cluster.lose(f"{FLEET}/0")
-            await played.until(lambda: versions_ready(played, "b") == {old: 2, new: 1}, "restored", 60)
-            (_, route) = played.controller.routes().models
-            assert (route.canary, len(route.canaries), len(route.replicas)) == (0.25, 1, 3)
-            assert "FormerVersionLost" in played.happened()
-            dying = next(replica["id"] for replica in played.ready("b") if replica["version"] == old)
-            await cluster.find(dying).die("killed")
-            await played.until(lambda: versions_ready(played, "b") == {old: 1, new: 1}, "died")
-            await played.until(lambda: versions_ready(played, "b") == {old: 2, new: 1}, "again", 60)
-        async with Played(tmp_path, cluster, TWO, journal=journal) as played:
-            await played.until(lambda: versions_ready(played, "b") == {old: 2, new: 1}, "adopted", 60)
-            assert played.operator.rollout().state == "canary"
-            await played.operator.promote("tester")
-            await played.until(lambda: versions_ready(played, "b") == {new: 2}, "promoted", 600)
-        assert cluster.violations == []
-
-    virtually(main)
+    journal, cluster = Journal(None), FakeCluster()
+    cluster.load_s = 5.0
+    async with Played(tmp_path, cluster, TWO, journal=journal) as played:
+        await played.settled()
+        old, new = await canary_beside(played, TWO.replace("max_batch: 4}", "max_batch: 8}"), "b")
+        await cluster.lose(f"{FLEET}/0")
+        await played.until(lambda: versions_ready(played, "b") == {old: 2, new: 1}, "restored", 60)
+        (_, route) = played.controller.routes().models
+        assert (route.canary, len(route.canaries), len(route.replicas)) == (0.25, 1, 3)
+        assert "FormerVersionLost" in played.happened()
+        dying = next(replica["id"] for replica in played.ready("b") if replica["version"] == old)
+        await cluster.find(dying).die("killed")
+        await played.until(lambda: versions_ready(played, "b") == {old: 1, new: 1}, "died")
+        await played.until(lambda: versions_ready(played, "b") == {old: 2, new: 1}, "again", 60)
+    async with Played(tmp_path, cluster, TWO, journal=journal) as played:
+        await played.until(lambda: versions_ready(played, "b") == {old: 2, new: 1}, "adopted", 60)
+        assert played.operator.rollout().state == "canary"
+        await played.operator.promote("tester")
+        await played.until(lambda: versions_ready(played, "b") == {new: 2}, "promoted", 600)
+    assert cluster.violations == []
 
 
 def test_a_canary_whose_old_version_finds_no_place_serves_alone_with_a_report(tmp_path: Path) -> None:
