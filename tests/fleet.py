@@ -96,7 +96,7 @@ class Fleet:
 
 
 class LiveFleet(Fleet):
-    """One `up`. ``stop`` it, or leave it to the fixture."""
+    """One `up`. Nothing of it is left after its `with` block."""
 
     def __init__(
         self,
@@ -140,6 +140,12 @@ class LiveFleet(Fleet):
             self.process = subprocess.Popen(
                 up, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=self.env, cwd=self.cwd, start_new_session=True
             )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.clean()
 
     def output(self) -> str:
         return self.log.read_text()

@@ -131,7 +131,7 @@ RECOVERY = {
         f"{FLEETS}machine_faults.py::test_a_full_disk_rejects_changes_and_ends_nothing",
     ),
     "The home folder or the journal is removed": (
-        f"{FLEETS}lost_home.py::test_a_fleet_without_its_home_serves_refuses_an_apply_and_can_be_ended",
+        f"{FLEETS}frozen_processes.py::test_a_fleet_without_its_home_serves_refuses_an_apply_and_can_be_ended",
         f"{CONTROL}journal_lost.py::test_a_fleet_without_its_journal_serves_and_holds_its_actions",
     ),
     "The controller is killed.": (
@@ -160,7 +160,7 @@ RECOVERY = {
         f"{FLEETS}pauses.py::test_a_raylet_that_dies_ends_the_fleet_with_a_report_and_leaves_nothing",
     ),
     "`corewright up` gets SIGTERM,": (
-        f"{FLEETS}ends.py::test_down_drains_a_running_stream_and_leaves_nothing",
+        f"{FLEETS}fleet.py::test_down_drains_a_running_stream_and_leaves_nothing",
         f"{FLEETS}ends.py::test_a_second_signal_ends_at_once",
     ),
     "`corewright up` is killed with SIGKILL.": (

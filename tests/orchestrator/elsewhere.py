@@ -20,3 +20,9 @@ def forbid_remote_sources(patch: pytest.MonkeyPatch, home: Path) -> None:
     """Makes every remote source unreachable for the planner."""
     for module in ("orchestrator.revisions.checkpoint_reader", "orchestrator.revisions.resolved_revision"):
         patch.setattr(f"{module}.source_metadata_store", lambda: SourceMetadata(home / "heads", _unreachable))
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No test of a module that imports this reads a remote source."""
+    forbid_remote_sources(monkeypatch, tmp_path)

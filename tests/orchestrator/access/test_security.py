@@ -727,8 +727,7 @@ def test_a_fleet_of_two_hosts_uses_tls_everywhere(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("COREWRIGHT_DATA_PLANE", "tcp")
     spec = "hosts: {emulate: inf2.xlarge, count: 2}\nmodels: {parrot: {engine: echo, tp_degree: 2, replicas: 2}}\n"
     certificates = ("--tls-cert", str(pair.cert), "--tls-key", str(pair.key), "--tls-client-ca", str(authority.file))
-    fleet = LiveFleet(spec, arguments=("--no-dashboard", "--host", "localhost", *certificates))
-    try:
+    with LiveFleet(spec, arguments=("--no-dashboard", "--host", "localhost", *certificates)) as fleet:
         known = ssl.create_default_context(cafile=str(authority.file))
         fleet.url = f"https://localhost:{fleet.port}"
         known.load_cert_chain(client.cert, client.key)
@@ -762,8 +761,6 @@ def test_a_fleet_of_two_hosts_uses_tls_everywhere(tmp_path: Path, monkeypatch: p
         until(lambda: {fleet.replica(f"parrot/{n}")["state"] for n in (0, 1)} == {"ready"}, 60, "both are ready")
         assert answer() == expected
         assert fleet.stop() == 0
-    finally:
-        fleet.clean()
 
 
 @pytest.mark.parametrize(

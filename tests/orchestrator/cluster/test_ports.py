@@ -65,15 +65,12 @@ def test_a_preferred_port_is_chosen_while_it_is_free() -> None:
 @pytest.mark.live
 def test_a_port_taken_while_ray_starts_is_reported() -> None:
     """With the gateway's own error; and nothing of the fleet is left."""
-    fleet = LiveFleet(SPEC)
-    try:
+    with LiveFleet(SPEC) as fleet:
         until(lambda: "starting Ray" in fleet.output(), 60, "the port was looked at")
         with socket.create_server(("127.0.0.1", fleet.port)):
             assert fleet.process.wait(120) == 1
         assert "gateway-not-started: the gateway does not start: OSError: [Errno 98]" in fleet.output()
         assert fleet.processes() == []
-    finally:
-        fleet.clean()
 
 
 def test_one_port_for_the_gateway_and_the_admin_api_is_refused_before_the_start(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.orchestrator.elsewhere import forbid_remote_sources
+from tests.orchestrator.elsewhere import alone as alone
 from tests.orchestrator.fakes import FakeCluster, Played, play
 from workers.host.interpreter import Interpreter
 from workers.messages.status import Failure
@@ -51,11 +51,6 @@ def cluster() -> FakeCluster:
     cluster, python = FakeCluster(), "/vllm/bin/python"
     cluster.interpreters[python] = Interpreter(python=python, packages={"vllm": "0.32.0"})
     return cluster
-
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    forbid_remote_sources(monkeypatch, tmp_path)
 
 
 def test_replicas_start_with_the_adapters_of_the_spec(cluster: FakeCluster, tmp_path: Path) -> None:

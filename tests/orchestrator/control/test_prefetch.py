@@ -17,7 +17,7 @@ from orchestrator.cluster.follower import progress
 from orchestrator.control.start_steps import PROCESS_S, RemainingTime, lead_of
 from orchestrator.fleet.fleet_status import FetchProgress, ReplicaInFleet
 from orchestrator.fleet.progress_text import fetch_text
-from tests.orchestrator.elsewhere import forbid_remote_sources
+from tests.orchestrator.elsewhere import alone as alone
 from tests.orchestrator.fakefleet import STATUS, replica, status_of
 from tests.orchestrator.fakes import FakeCluster, Played, play, starting_fleet
 from tests.stubs import stub_checkpoint
@@ -53,11 +53,6 @@ def spec(
 ) -> str:
     values = {"source": source, "replicas": replicas, "degree": degree, "batch": batch, "strategy": strategy}
     return SPEC.format(**values, hosts=hosts) + ("    engine_options: {compile: true}\n" if compiles else "")
-
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    forbid_remote_sources(monkeypatch, tmp_path)
 
 
 @starting_fleet(spec(), fetch_s=150.0, load_s=15.0)

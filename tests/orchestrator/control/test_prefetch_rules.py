@@ -23,7 +23,7 @@ from orchestrator.records.journal import Journal
 from orchestrator.rollout.preparation import Preparation
 from placements.spec.schema import HostsSpec, Spec
 from tests.orchestrator.control.test_prefetch import spec
-from tests.orchestrator.elsewhere import forbid_remote_sources
+from tests.orchestrator.elsewhere import alone as alone
 from tests.orchestrator.fakes import FakeCluster, Played, play, starting_fleet, virtual
 from tests.placements.fleets import model, places, planned
 from tests.placements.fleets import spec as spec_of
@@ -43,11 +43,6 @@ from workers.neff_cache.compiled_artifacts import entry, peek
 from workers.neff_cache.predict import Prediction
 
 ONE, TWO = "s3://models/one", "s3://models/two"
-
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    forbid_remote_sources(monkeypatch, tmp_path)
 
 
 def now() -> float:

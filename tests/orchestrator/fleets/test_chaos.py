@@ -470,8 +470,7 @@ def settle(chaos: Chaos, load: Load, tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 def test_after_two_hundred_random_events_the_fleet_matches_its_spec(tmp_path: Path) -> None:
     """Echo replicas on two hosts, 8 clients: each request has its exact answer or a documented error in time."""
-    fleet = LiveFleet(BASE)
-    try:
+    with LiveFleet(BASE) as fleet:
         fleet.wait_ready()
         chaos = Chaos(fleet, ECHO_SPECS, MODELS, SEED)
         load = run(chaos, echo_questions(ASKED, SEED), ECHO_WEIGHTS, EVENTS, PACE)
@@ -481,16 +480,13 @@ def test_after_two_hundred_random_events_the_fleet_matches_its_spec(tmp_path: Pa
         assert load.kinds["exact"] > EVENTS * PACE / 4, chaos.report(load)
         assert fleet.stop() == 0
         assert fleet.processes() == []
-    finally:
-        fleet.clean()
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(400)
 def test_cpu_engines_give_the_same_answers_through_random_events(tmp_path: Path) -> None:
     """Real models at temperature 0: their answers among deaths and updates are those without events."""
-    fleet = LiveFleet(CPU_BASE)
-    try:
+    with LiveFleet(CPU_BASE) as fleet:
         fleet.wait_ready()
         questions = [
             {"model": model, "prompt": prompt, "max_tokens": 12, "temperature": 0}
@@ -510,5 +506,3 @@ def test_cpu_engines_give_the_same_answers_through_random_events(tmp_path: Path)
         settle(chaos, load, tmp_path)
         print(dict(chaos.done), dict(load.kinds), f"{load.slowest_s:.1f} s")  # noqa: T201
         assert load.kinds["exact"] > CPU_EVENTS, chaos.report(load)
-    finally:
-        fleet.clean()

@@ -26,11 +26,8 @@ BODY = {"model": "assistant", "prompt": "What is a NeuronCore?", "max_tokens": 3
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[LiveFleet]:
-    live = LiveFleet(None, arguments=("--dashboard",))
-    try:
+    with LiveFleet(None, arguments=("--dashboard",)) as live:
         yield live.wait_ready()
-    finally:
-        live.clean()
 
 
 @pytest.fixture(scope="module")

@@ -86,11 +86,8 @@ def fleet(grafana: Grafana) -> Iterator[LiveFleet]:
             other.listen()
         for name in ("RAY_GRAFANA_HOST", "RAY_PROMETHEUS_HOST"):
             patch.setenv(name, grafana.url)
-        live = LiveFleet(None, arguments=("--dashboard",), secure=True)
-        try:
+        with LiveFleet(None, arguments=("--dashboard",), secure=True) as live:
             yield live.wait_ready()
-        finally:
-            live.clean()
 
 
 @pytest.fixture(scope="module")

@@ -78,11 +78,8 @@ def live(tmp_path: Path) -> Iterator[LiveFleet]:
     save_encoder(tmp_path / "reranker", "xlm-roberta", labels=1)
     spec = tmp_path / "spec.yaml"
     spec.write_text(SPEC.format(embedder="first"))
-    fleet = LiveFleet(spec)
-    try:
+    with LiveFleet(spec) as fleet:
         yield fleet.wait_ready(240.0)
-    finally:
-        fleet.clean()
 
 
 def embed(draw: random.Random) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import pytest
 
 from orchestrator.process.home import Home
 from tests.fleet import LiveFleet, until
-from tests.orchestrator.clients import Streamed, complete, echo_text
+from tests.orchestrator.clients import Streamed, complete
 from tests.stubs import stub_checkpoint
 from workers.host.core_claims import held_cores
 
@@ -27,25 +27,6 @@ models:
   alpha: {tp_degree: 8, cores: ["0-7"]}
   beta: {tp_degree: 2, replicas: 2, max_batch: 8}
 """
-
-
-@pytest.mark.live
-def test_down_drains_a_running_stream_and_leaves_nothing(home: Path) -> None:
-    """`down` waits for the stream, then every process, socket and claim is removed; `up` exits with 0."""
-    fleet = LiveFleet(SPEC, home=home).wait_ready()
-    stream = Streamed(fleet, "beta", "last words", 400)
-    assert stream.begun.wait(20)
-
-    result = fleet.corewright("down")
-
-    assert result.returncode == 0, result.stderr
-    assert fleet.process.wait(40) == 0
-    assert stream.done.wait(10)
-    assert stream.text == echo_text("last words", 400)
-    assert fleet.processes() == []
-    assert held_cores(Home(fleet.home).claims(0)) == {}
-    assert not Home(fleet.home).sockets.exists()
-    assert fleet.corewright("status").returncode == 1
 
 
 @pytest.mark.live

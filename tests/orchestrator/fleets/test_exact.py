@@ -55,11 +55,8 @@ def serving(folder: Path, degrees: dict[str, int]) -> Iterator[LiveFleet]:
     spec = folder / "spec.yaml"
     models = [f"  {family}: {{source: ./{family}, tp_degree: {tp}}}\n" for family, tp in degrees.items()]
     spec.write_text(SPEC + "".join(models))
-    live = LiveFleet(spec)
-    try:
+    with LiveFleet(spec) as live:
         yield live
-    finally:
-        live.clean()
 
 
 def eos_of(folder: Path, family: str) -> int:

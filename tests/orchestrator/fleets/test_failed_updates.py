@@ -57,11 +57,8 @@ class Clients:
 
 @pytest.fixture
 def live(tmp_path: Path) -> Iterator[LiveFleet]:
-    fleet = LiveFleet(SPEC.format(source=TINY, strategy="hold"))
-    try:
+    with LiveFleet(SPEC.format(source=TINY, strategy="hold")) as fleet:
         yield fleet.wait_ready()
-    finally:
-        fleet.clean()
 
 
 def applied(live: LiveFleet, source: Path | str, strategy: str = "hold") -> str:

@@ -39,11 +39,8 @@ pytestmark = pytest.mark.live
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[LiveFleet]:
-    live = LiveFleet(SPEC)
-    try:
+    with LiveFleet(SPEC) as live:
         yield live.wait_ready()
-    finally:
-        live.clean()
 
 
 def wait_ready_again(fleet: LiveFleet, id: str, before: dict[str, Any]) -> dict[str, Any]:
@@ -277,3 +274,22 @@ def test_the_admin_api_needs_the_token(fleet: LiveFleet) -> None:
     assert refused.status_code == 401
     assert Home(fleet.home).record_file.stat().st_mode & 0o777 == 0o600
     assert fleet.http.get("/readyz").status_code == 200
+
+
+def test_down_drains_a_running_stream_and_leaves_nothing(fleet: LiveFleet) -> None:
+    """`down` waits for the stream, then every process, socket and claim is removed; `up` exits with 0.
+    The last test.
+    """
+    stream = Streamed(fleet, "beta", "last words", 400)
+    assert stream.begun.wait(20)
+
+    result = fleet.corewright("down")
+
+    assert result.returncode == 0, result.stderr
+    assert fleet.process.wait(40) == 0
+    assert stream.done.wait(10)
+    assert stream.text == echo_text("last words", 400)
+    assert fleet.processes() == []
+    assert held_cores(Home(fleet.home).claims(0)) == {}
+    assert not Home(fleet.home).sockets.exists()
+    assert fleet.corewright("status").returncode == 1

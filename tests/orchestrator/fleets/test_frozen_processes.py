@@ -1,9 +1,13 @@
-"""Processes of a fleet that hang are replaced: they are stopped here, which no thread of their own could notice."""
+"""Processes of a fleet that hang are replaced: they are stopped here, which no thread of their own could notice.
+
+Then it loses its journal and its home.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import threading
 import time
@@ -33,15 +37,9 @@ SLACK_S = 15.0  # of a busy machine
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[LiveFleet]:
-    fleet = LiveFleet(SPEC, spare=True)
-    try:
+    with LiveFleet(SPEC, spare=True) as fleet:
         yield fleet.wait_ready()
-    finally:
-        for pid in fleet.processes():  # a stopped process ends with SIGKILL only
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
         fleet.stop()
-        fleet.clean()
 
 
 def answers(fleet: LiveFleet, model: str) -> bool:
@@ -152,3 +150,40 @@ def test_all_gateways_of_a_machine_that_are_killed_together_are_back_soon(fleet:
     began = time.monotonic()
     until(lambda: answers(fleet, "a"), 60, "it answers")
     assert time.monotonic() - began < SLACK_S, f"{time.monotonic() - began:.1f} s"
+
+
+# The journal, then the home folder, is taken away
+
+
+def test_a_controller_that_finds_a_link_in_place_of_its_journal_serves_and_says_so(fleet: LiveFleet) -> None:
+    """It is restarted after a kill, and adopts the replicas."""
+    journal = fleet.home / "journal"
+    journal.rename(fleet.home / "moved")
+    journal.symlink_to("moved")
+    before = fleet.controller_pid()
+    os.kill(before, signal.SIGKILL)
+    until(lambda: "journal-lost" in fleet.corewright("status").stdout, 60, "the new controller reports it")
+
+    assert fleet.controller_pid() != before
+    assert fleet.http.post("/v1/completions", json={"model": "a", "prompt": "a"}).status_code == 200
+    assert fleet.process.poll() is None
+
+
+def test_a_fleet_without_its_home_serves_refuses_an_apply_and_can_be_ended(fleet: LiveFleet) -> None:
+    """`status` says why, and `down` leaves no process. The last test."""
+    spec = fleet.home.with_name(f"{fleet.home.name}.yaml")
+    spec.write_text(SPEC.replace("a: {tp_degree: 2", "a: {tp_degree: 4"))
+    shutil.rmtree(fleet.home)
+    try:
+        until(lambda: "journal-lost" in fleet.corewright("status").stdout, 30, "the status says so")
+        applied = fleet.corewright("apply", "--yes", str(spec))
+        answer = fleet.http.post("/v1/completions", json={"model": "a", "prompt": "a b", "max_tokens": 2})
+        ended = fleet.corewright("down")
+    finally:
+        spec.unlink()
+
+    assert (applied.returncode, "journal-lost" in applied.stderr) == (1, True)
+    assert answer.status_code == 200
+    assert (ended.returncode, ended.stdout + ended.stderr) == (0, "draining\nstopped\n")
+    assert fleet.process.wait(30) == 0
+    assert fleet.processes() == []

@@ -45,11 +45,8 @@ def spec(folders: Path, *names: str) -> str:
 
 @pytest.fixture
 def live(folders: Path) -> Iterator[LiveFleet]:
-    fleet = LiveFleet(spec(folders, "good", "endless", "regex"))
-    try:
+    with LiveFleet(spec(folders, "good", "endless", "regex")) as fleet:
         yield fleet
-    finally:
-        fleet.clean()
 
 
 def chat(live: LiveFleet, model: str) -> httpx.Response:

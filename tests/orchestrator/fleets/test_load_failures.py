@@ -151,12 +151,9 @@ def course(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Course]:
     spec = folder / "spec.yaml"
     spec.write_text(lay_out(folder))
     course = Course(expected={name: generated(folder / name) for name in (HEALTHY, ALLOWED)})
-    live = LiveFleet(spec)
-    try:
+    with LiveFleet(spec) as live:
         follow(live, course)
         yield course
-    finally:
-        live.clean()
 
 
 def lay_out(folder: Path) -> str:

@@ -50,13 +50,8 @@ def disk() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def fleet(disk: Path) -> Iterator[LiveFleet]:
-    fleet = LiveFleet(SPEC, home=disk / "h")
-    try:
+    with LiveFleet(SPEC, home=disk / "h") as fleet:
         yield fleet.wait_ready()
-    finally:
-        with contextlib.suppress(AssertionError):
-            fleet.stop()
-        fleet.clean()
 
 
 @contextlib.contextmanager

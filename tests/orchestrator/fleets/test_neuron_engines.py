@@ -134,12 +134,9 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {**machine.env, "NEURON_COMPILE_CACHE_URL": str(folder / "cache")}.items():
             patch.setenv(name, value)
-        live = LiveFleet(spec)
-        try:
+        with LiveFleet(spec) as live:
             live.wait_ready(READY_S)
             yield Fleet(live, machine, prompts, expected)
-        finally:
-            live.clean()
 
 
 @pytest.mark.parametrize("model", MODELS)

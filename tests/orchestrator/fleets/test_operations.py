@@ -51,11 +51,8 @@ SETTLE_S = 60.0
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[LiveFleet]:
-    live = LiveFleet(SPEC, arguments=("--no-dashboard", "--watch"))
-    try:
+    with LiveFleet(SPEC, arguments=("--no-dashboard", "--watch")) as live:
         yield live.wait_ready()
-    finally:
-        live.clean()
 
 
 @pytest.fixture(scope="module")

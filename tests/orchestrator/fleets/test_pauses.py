@@ -33,13 +33,8 @@ LATE_S = 20.0  # in which what was taken for dead would be ended
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[LiveFleet]:
-    fleet = LiveFleet(SPEC, spare=True)
-    try:
+    with LiveFleet(SPEC, spare=True) as fleet:
         yield fleet.wait_ready()
-    finally:
-        with contextlib.suppress(AssertionError):
-            fleet.stop()
-        fleet.clean()
 
 
 def answers(fleet: LiveFleet, timeout: float = 5.0) -> bool:

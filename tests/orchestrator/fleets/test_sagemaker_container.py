@@ -79,8 +79,7 @@ def _cores(text: str) -> range:
 
 
 def test_more_models_than_fit_are_loaded_refused_unloaded_and_served() -> None:
-    fleet = LiveFleet("", verb=("serve-sagemaker", "--multi-model"))
-    try:
+    with LiveFleet("", verb=("serve-sagemaker", "--multi-model")) as fleet:
         fleet.wait_ready()
         control, watch = SageMaker(fleet), Watch(fleet)
         watch.start()
@@ -112,8 +111,6 @@ def test_more_models_than_fit_are_loaded_refused_unloaded_and_served() -> None:
         assert watch.shared == []
         assert fleet.stop(signal.SIGTERM) == 0
         assert fleet.processes() == []
-    finally:
-        fleet.clean()
 
 
 def _use_the_sdk(control: SageMaker, loaded: list[str]) -> None:

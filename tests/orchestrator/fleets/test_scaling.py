@@ -40,13 +40,10 @@ models:
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[LiveFleet]:
-    live = LiveFleet(SPEC)
-    try:
+    with LiveFleet(SPEC) as live:
         live.wait_ready()
         yield live
-    finally:
         live.stop()
-        live.clean()
 
 
 @pytest.fixture(scope="module")

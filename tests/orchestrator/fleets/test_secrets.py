@@ -471,27 +471,24 @@ def test_no_fleet_reveals_a_secret(
     world.proxy.answer(400, "ExpiredToken", key=f"expired/{WEIGHTS}", methods=("GET",))
     world.proxy.flip(f"damaged/{WEIGHTS}", 1000, times=1e9)
     world.setenv(AWS_ENDPOINT_URL_S3=world.inside(world.proxy.url))
-    with leaks.Watch() as watch:
-        fleet = LiveFleet(FLEET.format(bucket=bucket), home=home, arguments=("--dashboard",))
-        try:
-            wait_for_ends(fleet)
-            world.proxy.away()
-            os.kill(fleet.replica("good/0")["pid"], signal.SIGKILL)
+    live = LiveFleet(FLEET.format(bucket=bucket), home=home, arguments=("--dashboard",))
+    with leaks.Watch() as watch, live as fleet:
+        wait_for_ends(fleet)
+        world.proxy.away()
+        os.kill(fleet.replica("good/0")["pid"], signal.SIGKILL)
 
-            def again() -> bool:
-                replica = fleet.replica("good/0")
-                return (replica["epoch"], replica["state"]) == (2, "ready")
+        def again() -> bool:
+            replica = fleet.replica("good/0")
+            return (replica["epoch"], replica["state"]) == (2, "ready")
 
-            until(again, DEADLINE_S, "it is there again, without S3")
-            texts = answers(fleet, home)
-            processes = leaks.in_processes((*fleet.processes(), fleet.process.pid))
-            files = leaks.in_files(home, Home(home).sockets, tmp_path / "hf")
-            assert processes + files == []
-            assert {name: leaked for name, text in texts.items() if (leaked := leaks.in_text(text))} == {}
-            assert [name for name in FAILS if FAILS[name] not in texts[f"describe {name} -o json"]] == []
-            code = fleet.stop()
-            assert leaks.in_files(home) == []  # what the end writes, up.log among it
-            assert code == 1  # it was never ready as a whole
-        finally:
-            fleet.clean()
+        until(again, DEADLINE_S, "it is there again, without S3")
+        texts = answers(fleet, home)
+        processes = leaks.in_processes((*fleet.processes(), fleet.process.pid))
+        files = leaks.in_files(home, Home(home).sockets, tmp_path / "hf")
+        assert processes + files == []
+        assert {name: leaked for name, text in texts.items() if (leaked := leaks.in_text(text))} == {}
+        assert [name for name in FAILS if FAILS[name] not in texts[f"describe {name} -o json"]] == []
+        code = fleet.stop()
+        assert leaks.in_files(home) == []  # what the end writes, up.log among it
+        assert code == 1  # it was never ready as a whole
     assert watch.found == set()

@@ -74,12 +74,9 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def fleet(python: Path, model: Path, adapters: None) -> Iterator[LiveFleet]:
-    fleet = LiveFleet(SPEC.format(python=python, model=model, tiny=TINY, adapters=""))
-    try:
+    with LiveFleet(SPEC.format(python=python, model=model, tiny=TINY, adapters="")) as fleet:
         yield fleet.wait_ready()
-    finally:
         fleet.stop()
-        fleet.clean()
 
 
 def received(model: Path, prompt: Any) -> list[Any]:

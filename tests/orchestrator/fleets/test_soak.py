@@ -89,11 +89,8 @@ def slope(points: list[tuple[int, int]]) -> float:
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[LiveFleet]:
-    live = LiveFleet(DEMO)
-    try:
+    with LiveFleet(DEMO) as live:
         yield live.wait_ready()
-    finally:
-        live.clean()
 
 
 @pytest.mark.soak

@@ -43,12 +43,9 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveFleet]:
     source = make_checkpoint(tmp_path_factory.mktemp("llama"), "llama", eos=None)
-    fleet = LiveFleet(SPEC.format(source=source, command=Path(PYTHON).with_name("transformers")))
-    try:
+    with LiveFleet(SPEC.format(source=source, command=Path(PYTHON).with_name("transformers"))) as fleet:
         yield fleet.wait_ready(START_S)
-    finally:
         fleet.stop()
-        fleet.clean()
 
 
 def chat(fleet: LiveFleet, **fields: Any) -> Any:

@@ -60,12 +60,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def fleet(source: Path) -> Iterator[LiveFleet]:
-    fleet = LiveFleet(SPEC.format(python=PYTHON, source=source, slots=4, adapters=""))
-    try:
+    with LiveFleet(SPEC.format(python=PYTHON, source=source, slots=4, adapters="")) as fleet:
         yield fleet.wait_ready(START_S)
-    finally:
         fleet.stop()
-        fleet.clean()
 
 
 def complete(fleet: LiveFleet, model: str, **fields: Any) -> Any:

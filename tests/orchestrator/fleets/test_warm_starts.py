@@ -35,11 +35,8 @@ pytestmark = pytest.mark.live
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[LiveFleet]:
-    live = LiveFleet(SPEC)
-    try:
+    with LiveFleet(SPEC) as live:
         yield live.wait_ready()
-    finally:
-        live.clean()
 
 
 def warm_pid(fleet: LiveFleet) -> int:

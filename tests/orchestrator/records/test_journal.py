@@ -20,7 +20,7 @@ import pytest
 
 from orchestrator.records import journal_fold as module
 from orchestrator.records.journal import KEEP_EVENTS, Journal, JournalBusy, JournalUnwritable, read
-from orchestrator.records.journal_fold import KEEP_REVISIONS, fold
+from orchestrator.records.journal_fold import KEEP_REVISIONS
 from orchestrator.records.journal_records import (
     Cordon,
     Damage,
@@ -208,14 +208,6 @@ def test_a_state_is_a_value() -> None:
         journal.append(record)
 
     assert msgspec.json.encode(before) == copy
-
-
-def test_a_record_folded_twice_counts_once() -> None:
-    """Its number shows whether the state has the record already."""
-    journal = Journal(None)
-    record = journal.append(start(0, 1))
-
-    assert fold(journal.state(), record) == journal.state()
 
 
 # Events
@@ -556,15 +548,6 @@ def test_every_flipped_byte_of_the_newest_revision_is_damage(followed: bool) -> 
             assert bool(contents.damage) is (mask != 0), (place, mask)
             assert contents.kept == len(data)
             assert contents.state.revision == (1 if mask else 2)
-
-
-def test_a_cut_through_the_newest_revision_is_a_torn_write() -> None:
-    """It was never answered for, so nothing is held for it."""
-    lines = folded_lines(revision(1), revision(2))
-
-    for cut in range(len(lines[1])):
-        contents = read(lines[0] + lines[1][:cut])
-        assert (contents.damage, contents.kept, contents.state.held) == ([], len(lines[0]), None)
 
 
 def test_damage_at_the_end_is_seen_until_it_is_recorded(tmp_path: Path) -> None:

@@ -6,13 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from orchestrator.fleet.effects import Survivor
 from orchestrator.records.journal import Journal
 from orchestrator.records.journal_records import Pin, Revision
 from tests.orchestrator.control.test_prefetch import spec
-from tests.orchestrator.elsewhere import forbid_remote_sources
+from tests.orchestrator.elsewhere import alone as alone
 from tests.orchestrator.fakes import FakeCluster, Played, play, starting_fleet
 from workers.messages.replica_config import Origin
 
@@ -25,11 +23,6 @@ class Backwards(FakeCluster):
     async def survivors(self) -> tuple[Sequence[Survivor], Mapping[str, int]]:
         living, lost = await super().survivors()
         return living[::-1], lost
-
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    forbid_remote_sources(monkeypatch, tmp_path)
 
 
 @starting_fleet(spec())

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.orchestrator.elsewhere import forbid_remote_sources
+from tests.orchestrator.elsewhere import alone as alone
 from tests.orchestrator.fakes import Played, settled_fleet
 from tests.stubs import stub_checkpoint
 from workers.messages.status import Failure
@@ -21,11 +21,6 @@ models:
 HIGH = LOW + "  high: {engine: cpu, source: s3://models/high, tp_degree: 8, priority: 10}\n"
 LOCAL = LOW + "  high: {engine: echo, tp_degree: 8, priority: 10}\n"
 FETCH_S = 500.0
-
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    forbid_remote_sources(monkeypatch, tmp_path)
 
 
 async def take_all_cores(played: Played) -> None:

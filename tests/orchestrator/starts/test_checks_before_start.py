@@ -8,14 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.orchestrator.control.test_prefetch import spec
-from tests.orchestrator.elsewhere import forbid_remote_sources
+from tests.orchestrator.elsewhere import alone as alone
 from tests.orchestrator.fakes import Played, starting_fleet
 from workers.messages.status import Failure
-
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    forbid_remote_sources(monkeypatch, tmp_path)
 
 
 @pytest.mark.parametrize("source", ["s3://models/one", "/models/one"])
