@@ -13,7 +13,7 @@ from orchestrator.fleet.snapshot import BREAKER_PAUSE_S
 from orchestrator.records.journal import Journal
 from orchestrator.state.quarantine import SET_ASIDE_S, cores_of_devices
 from placements.facts.topology import TOPOLOGIES, Host
-from tests.orchestrator.fakes import FakeCluster, Played, starting_fleet, virtually
+from tests.orchestrator.fakes import FakeCluster, Played, settled_fleet, starting_fleet, virtually
 from workers.messages.status import Failure, Phase, Reaction, ServerLoad
 
 SPEC = """\
@@ -40,56 +40,48 @@ def quarantine(fleet: Played) -> dict[int, str | None]:
     return {core["core"]: core["cause"] for core in fleet.host()["quarantine"]}
 
 
-async def test_cores_that_the_runtime_refuses_are_not_used_for_a_while(tmp_path: Path) -> None:
+@settled_fleet(SPEC)
+async def test_cores_that_the_runtime_refuses_are_not_used_for_a_while(fleet: Played) -> None:
     """The same start goes elsewhere at once, and after a while the cores are tried again."""
-    async with Played(tmp_path, FakeCluster(), SPEC) as fleet:
-        await fleet.settled()
-        before = fleet.replica("a/0")["cores"]
-        await fails(fleet, "a/0.1", TAKEN)
-        await fleet.until(lambda: fleet.replica("a/0").get("epoch") == 2 and fleet.ready("a"), "elsewhere")
+    before = fleet.replica("a/0")["cores"]
+    await fails(fleet, "a/0.1", TAKEN)
+    await fleet.until(lambda: fleet.replica("a/0").get("epoch") == 2 and fleet.ready("a"), "elsewhere")
 
-        assert (before, fleet.replica("a/0")["cores"]) == ("0-3", "8-11")
-        assert quarantine(fleet) == dict.fromkeys(range(4), str(TAKEN))
-        assert fleet.host()["quarantined"] == 4
-        assert "CoresSetAside" in fleet.happened()
+    assert (before, fleet.replica("a/0")["cores"]) == ("0-3", "8-11")
+    assert quarantine(fleet) == dict.fromkeys(range(4), str(TAKEN))
+    assert fleet.host()["quarantined"] == 4
+    assert "CoresSetAside" in fleet.happened()
 
 
-def test_a_pinned_replica_waits_for_its_cores_with_a_reason(tmp_path: Path) -> None:
+@settled_fleet(PINNED)
+async def test_a_pinned_replica_waits_for_its_cores_with_a_reason(fleet: Played) -> None:
     """It cannot move: it is retried when the cores are usable."""
-
-    async def play() -> tuple[Any, float]:
-        async with Played(tmp_path, FakeCluster(), PINNED) as fleet:
-            await fleet.settled()
-            begun = fleet.controller.state.clock()
-            await fails(fleet, "a/0.1", TAKEN)
-            await fleet.until(lambda: not fleet.model("a")["replicas"], "it has no place", 30.0)
-            reason = fleet.model("a")["reason"]
-            await fleet.until(lambda: fleet.replica("a/0").get("state") == "ready", "ready again", 600.0)
-            return (reason, fleet.replica("a/0")["cores"], quarantine(fleet)), fleet.controller.state.clock() - begun
-
-    (reason, cores, left), took = virtually(play)
+    begun = fleet.controller.state.clock()
+    await fails(fleet, "a/0.1", TAKEN)
+    await fleet.until(lambda: not fleet.model("a")["replicas"], "it has no place", 30.0)
+    reason = fleet.model("a")["reason"]
+    await fleet.until(lambda: fleet.replica("a/0").get("state") == "ready", "ready again", 600.0)
+    assert SET_ASIDE_S <= fleet.controller.state.clock() - begun < SET_ASIDE_S + 5.0
     assert "0-3" in reason
     assert "withheld" in reason
-    assert (cores, left) == ("0-3", {})
-    assert SET_ASIDE_S <= took < SET_ASIDE_S + 5.0
+    assert (fleet.replica("a/0")["cores"], quarantine(fleet)) == ("0-3", {})
 
 
-async def test_a_faulty_device_is_quarantined_completely_and_its_replica_moves(tmp_path: Path) -> None:
+@settled_fleet(SPEC)
+async def test_a_faulty_device_is_quarantined_completely_and_its_replica_moves(fleet: Played) -> None:
     """A replica of one core also takes the device's other core out; a replica running there continues."""
-    async with Played(tmp_path, FakeCluster(), SPEC) as fleet:
-        await fleet.settled()
-        where = {id: fleet.replica(id)["cores"] for id in ("b/0", "b/1")}
-        assert where == {"b/0": "4", "b/1": "5"}  # the two cores of one device
-        await fails(fleet, "b/0.1", BROKEN)
-        await fleet.until(lambda: fleet.replica("b/0").get("cores") == "6", "elsewhere")
-        await fleet.until(lambda: fleet.replica("b/0")["state"] == "ready", "ready")
+    where = {id: fleet.replica(id)["cores"] for id in ("b/0", "b/1")}
+    assert where == {"b/0": "4", "b/1": "5"}  # the two cores of one device
+    await fails(fleet, "b/0.1", BROKEN)
+    await fleet.until(lambda: fleet.replica("b/0").get("cores") == "6", "elsewhere")
+    await fleet.until(lambda: fleet.replica("b/0")["state"] == "ready", "ready")
 
-        assert quarantine(fleet) == {4: str(BROKEN), 5: str(BROKEN)}
-        assert (fleet.replica("b/1")["cores"], fleet.replica("b/1")["restarts"]) == ("5", 0)
-        host = fleet.host()
-        assert host["leased"] + host["free"] + host["quarantined"] == host["cores"]
-        (event,) = [event for event in fleet.journal.events() if event.reason == "CoreQuarantined"]
-        assert f"cores 4-5 are quarantined until `corewright uncordon {HOST}`: {BROKEN}" in event.message
+    assert quarantine(fleet) == {4: str(BROKEN), 5: str(BROKEN)}
+    assert (fleet.replica("b/1")["cores"], fleet.replica("b/1")["restarts"]) == ("5", 0)
+    host = fleet.host()
+    assert host["leased"] + host["free"] + host["quarantined"] == host["cores"]
+    (event,) = [event for event in fleet.journal.events() if event.reason == "CoreQuarantined"]
+    assert f"cores 4-5 are quarantined until `corewright uncordon {HOST}`: {BROKEN}" in event.message
 
 
 @pytest.mark.parametrize(
@@ -101,16 +93,15 @@ def test_only_the_devices_of_the_fault_are_quarantined(named: tuple[int, ...], c
     assert cores_of_devices(host, range(4), named) == cores
 
 
-async def test_an_operator_lifts_a_quarantine(tmp_path: Path) -> None:
+@settled_fleet(SPEC)
+async def test_an_operator_lifts_a_quarantine(fleet: Played) -> None:
     """With `uncordon`, for some cores or the host; time alone does not."""
-    async with Played(tmp_path, FakeCluster(), SPEC) as fleet:
-        await fleet.settled()
-        await fails(fleet, "a/0.1", BROKEN)
-        await fleet.until(lambda: len(quarantine(fleet)) == 4, "quarantined")
-        await fleet.operator.cordon(HOST, "0-1", False, "tester")
-        assert set(quarantine(fleet)) == {2, 3}
-        await fleet.operator.cordon(HOST, None, False, "tester")
-        assert quarantine(fleet) == {}
+    await fails(fleet, "a/0.1", BROKEN)
+    await fleet.until(lambda: len(quarantine(fleet)) == 4, "quarantined")
+    await fleet.operator.cordon(HOST, "0-1", False, "tester")
+    assert set(quarantine(fleet)) == {2, 3}
+    await fleet.operator.cordon(HOST, None, False, "tester")
+    assert quarantine(fleet) == {}
 
 
 def test_a_quarantine_has_no_time_limit(tmp_path: Path) -> None:
@@ -148,20 +139,14 @@ def test_a_restarted_controller_remembers_faults_and_a_new_fleet_retries(tmp_pat
     assert virtually(play) == [[0, 1, 2, 3, 4], [0, 1, 2, 3], []]
 
 
-def test_a_permanent_error_is_not_retried(tmp_path: Path) -> None:
+@starting_fleet(SPEC, loads=False)
+async def test_a_permanent_error_is_not_retried(fleet: Played) -> None:
     """No pause leads to another try; status shows it, and the model is failed, not loading."""
-
-    async def play() -> tuple[list[int], Any, Any]:
-        cluster = FakeCluster()
-        cluster.loads = False
-        async with Played(tmp_path, cluster, SPEC) as fleet:
-            await fleet.until(lambda: "a/0.1" in cluster.replicas, "asked for")
-            await fails(fleet, "a/0.1", FULL)
-            await asyncio.sleep(3000.0)
-            return [config.epoch for config in cluster.configs("a")], fleet.replica("a/0"), fleet.model("a")
-
-    epochs, replica, model = virtually(play)
-    assert epochs == [1]
+    await fleet.until(lambda: "a/0.1" in fleet.cluster.replicas, "asked for")
+    await fails(fleet, "a/0.1", FULL)
+    await asyncio.sleep(3000.0)
+    replica, model = fleet.replica("a/0"), fleet.model("a")
+    assert [config.epoch for config in fleet.cluster.configs("a")] == [1]
     assert (replica["state"], replica["stopped"], replica["pause_s"]) == ("failed", True, None)
     assert replica["reason"] == "hbm-exhausted: the cores' memory is full (lower max_batch)"
     assert model["state"] == "failed"
@@ -195,27 +180,19 @@ def test_a_stopped_replica_is_retried_on_request(ask: str, tmp_path: Path) -> No
     assert virtually(play) == {False}
 
 
-def test_an_update_that_can_never_start_is_rolled_back_at_once(tmp_path: Path) -> None:
+@settled_fleet(SPEC)
+async def test_an_update_that_can_never_start_is_rolled_back_at_once(fleet: Played) -> None:
     """Not after as many tries as a transient cause."""
-
-    async def play() -> tuple[Any, list[int]]:
-        cluster = FakeCluster()
-        async with Played(tmp_path, cluster, SPEC) as fleet:
-            await fleet.settled()
-            other = SPEC.replace("tp_degree: 4", "tp_degree: 4, max_batch: 64")
-            cluster.loads = False
-            await fleet.apply(other)
-            await fleet.until(lambda: len(cluster.configs("a")) == 2, "the new one is asked for")
-            cluster.loads = True
-            new = cluster.configs("a")[-1]
-            await fails(fleet, f"a/{new.replica}.{new.epoch}", FULL)
-            await fleet.settled()
-            outcomes = {n: outcome.state for n, outcome in fleet.journal.state().outcomes.items()}
-            return outcomes, [config.slots for config in cluster.configs("a")]
-
-    outcomes, slots = virtually(play)
-    assert outcomes[2] == "rolled_back"
-    assert slots.count(64) == 1
+    other = SPEC.replace("tp_degree: 4", "tp_degree: 4, max_batch: 64")
+    fleet.cluster.loads = False
+    await fleet.apply(other)
+    await fleet.until(lambda: len(fleet.cluster.configs("a")) == 2, "the new one is asked for")
+    fleet.cluster.loads = True
+    new = fleet.cluster.configs("a")[-1]
+    await fails(fleet, f"a/{new.replica}.{new.epoch}", FULL)
+    await fleet.settled()
+    assert fleet.journal.state().outcomes[2].state == "rolled_back"
+    assert [config.slots for config in fleet.cluster.configs("a")].count(64) == 1
 
 
 def test_the_last_log_lines_of_a_dead_replica_are_its_failure(tmp_path: Path) -> None:
@@ -267,20 +244,19 @@ def test_stale_reports_about_a_dead_replica_do_not_block_its_cores(tmp_path: Pat
     assert after == 4
 
 
-async def test_a_server_that_queues_is_reported_once(tmp_path: Path) -> None:
+@settled_fleet(SPEC)
+async def test_a_server_that_queues_is_reported_once(fleet: Played) -> None:
     """As an event when it begins, and in the status as long as it lasts."""
-    async with Played(tmp_path, FakeCluster(), SPEC) as fleet:
-        await fleet.settled()
-        replica = fleet.cluster.replicas["a/0.1"]
-        assert fleet.replica("a/0")["server"] is None
-        for kv_usage in (0.98, 0.99):
-            await replica.report(server=ServerLoad(kv_usage, 3, 7, queues=True))
-            seen = lambda usage=kv_usage: (fleet.replica("a/0")["server"] or {}).get("kv_usage") == usage  # noqa: E731
-            await fleet.until(seen, "it is in the status")
+    replica = fleet.cluster.replicas["a/0.1"]
+    assert fleet.replica("a/0")["server"] is None
+    for kv_usage in (0.98, 0.99):
+        await replica.report(server=ServerLoad(kv_usage, 3, 7, queues=True))
+        seen = lambda usage=kv_usage: (fleet.replica("a/0")["server"] or {}).get("kv_usage") == usage  # noqa: E731
+        await fleet.until(seen, "it is in the status")
 
-        (event,) = [event for event in fleet.journal.events() if event.reason == "ServerQueues"]
-        assert "queues 3 requests although slots are free" in event.message
-        assert fleet.replica("a/0")["server"] == {"kv_usage": 0.99, "waiting": 3, "preemptions": 7, "queues": True}
+    (event,) = [event for event in fleet.journal.events() if event.reason == "ServerQueues"]
+    assert "queues 3 requests although slots are free" in event.message
+    assert fleet.replica("a/0")["server"] == {"kv_usage": 0.99, "waiting": 3, "preemptions": 7, "queues": True}
 
 
 @starting_fleet("hosts: {emulate: inf2.xlarge}\nmodels: {m: {engine: echo, scaling: {hold_s: 30}}}\n", load_s=2.0)

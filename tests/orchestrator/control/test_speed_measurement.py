@@ -10,7 +10,7 @@ from orchestrator.api import queries
 from orchestrator.control.speed_measurement import WRITE_S
 from orchestrator.scaling.demand_report import DemandReport, DemandWindow
 from placements.resources.measured_times import PACE, Times, note
-from tests.orchestrator.fakes import FakeCluster, Played, virtual
+from tests.orchestrator.fakes import FakeCluster, Played, settled_fleet, virtual
 
 SPEC = """\
 version: 1
@@ -36,20 +36,18 @@ async def row(fleet: Played, spec: str = SPEC) -> dict[str, Any]:
     return dict(speeds[0])
 
 
-@virtual
-async def test_plans_are_corrected_by_what_gateways_report(tmp_path: Path) -> None:
+@settled_fleet(SPEC)
+async def test_plans_are_corrected_by_what_gateways_report(fleet: Played) -> None:
     """Each report once, and only of versions that the fleet has."""
-    async with Played(tmp_path, FakeCluster(), SPEC) as fleet:
-        await fleet.settled()
-        before = await row(fleet)
-        await report(fleet, 1)
-        await report(fleet, 1)
-        await report(fleet, 2, version="unknown")
-        after = await row(fleet)
-        assert (before["source"], before["measured_requests"]) == ("the echo engine's step_ms", 0)
-        assert (round(after["step_ms"]), after["measured_requests"]) == (20, 300)
-        near = await row(fleet, SPEC.replace("max_batch: 4", "max_batch: 8"))
-        assert "by 300 requests measured with max_batch 4 instead of 8" in near["source"]
+    before = await row(fleet)
+    await report(fleet, 1)
+    await report(fleet, 1)
+    await report(fleet, 2, version="unknown")
+    after = await row(fleet)
+    assert (before["source"], before["measured_requests"]) == ("the echo engine's step_ms", 0)
+    assert (round(after["step_ms"]), after["measured_requests"]) == (20, 300)
+    near = await row(fleet, SPEC.replace("max_batch: 4", "max_batch: 8"))
+    assert "by 300 requests measured with max_batch 4 instead of 8" in near["source"]
 
 
 @virtual

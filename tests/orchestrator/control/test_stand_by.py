@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.orchestrator.fakes import FakeCluster, Played
+from tests.orchestrator.fakes import FakeCluster, Played, starting_fleet
 
 HOST = "inf2.48xlarge/0"
 SPEC = """\
@@ -34,28 +34,25 @@ async def park(fleet: Played) -> None:
         ("engines: {nxd-inference: {warm: true}}", {"cpu": None}),
     ],
 )
+@starting_fleet(lambda engines: f"{SPEC}{engines}\n")
 async def test_a_host_keeps_a_warm_process_of_each_engine_that_is_to_have_one(
-    tmp_path: Path, engines: str, kept: dict[str, str | None]
+    fleet: Played, engines: str, kept: dict[str, str | None]
 ) -> None:
     """By default of the CPU engine, before a replica of it starts."""
-    cluster = FakeCluster()
-    async with Played(tmp_path, cluster, f"{SPEC}{engines}\n") as fleet:
-        await fleet.until(lambda: HOST in cluster.standing_by, "the host is kept ready")
+    await fleet.until(lambda: HOST in fleet.cluster.standing_by, "the host is kept ready")
 
-        assert cluster.standing_by[HOST] == kept
+    assert fleet.cluster.standing_by[HOST] == kept
 
 
-async def test_the_status_of_an_unloaded_model_has_its_last_host_and_the_time_of_a_start(tmp_path: Path) -> None:
+@starting_fleet(SPEC, load_s=4.0)
+async def test_the_status_of_an_unloaded_model_has_its_last_host_and_the_time_of_a_start(fleet: Played) -> None:
     """As measured there."""
-    cluster = FakeCluster()
-    cluster.load_s = 4.0
-    async with Played(tmp_path, cluster, SPEC) as fleet:
-        await park(fleet)
+    await park(fleet)
 
-        parked = fleet.model("a")["parked"]
-        assert parked.keys() == {"host", "start_s"}
-        assert parked["host"] == HOST
-        assert parked["start_s"] >= 4.0
+    parked = fleet.model("a")["parked"]
+    assert parked.keys() == {"host", "start_s"}
+    assert parked["host"] == HOST
+    assert parked["start_s"] >= 4.0
 
 
 async def test_a_restarted_controller_knows_where_a_model_is_parked(tmp_path: Path) -> None:
@@ -70,31 +67,28 @@ async def test_a_restarted_controller_knows_where_a_model_is_parked(tmp_path: Pa
         assert second.model("a")["parked"] == before
 
 
-async def test_a_model_that_runs_is_not_parked(tmp_path: Path) -> None:
+@starting_fleet(SPEC)
+async def test_a_model_that_runs_is_not_parked(fleet: Played) -> None:
     """It has a replica."""
-    cluster = FakeCluster()
-    async with Played(tmp_path, cluster, SPEC) as fleet:
-        await fleet.until(lambda: fleet.controller.state.ready("b") == 1, "b is ready")
+    await fleet.until(lambda: fleet.controller.state.ready("b") == 1, "b is ready")
 
-        assert fleet.model("b")["parked"] is None
+    assert fleet.model("b")["parked"] is None
 
 
-async def test_only_a_model_that_returns_to_its_host_serves_without_a_trial(tmp_path: Path) -> None:
+@starting_fleet(SPEC)
+async def test_only_a_model_that_returns_to_its_host_serves_without_a_trial(fleet: Played) -> None:
     """There its version has served."""
-    cluster = FakeCluster()
-    async with Played(tmp_path, cluster, SPEC) as fleet:
-        await park(fleet)
-        await fleet.operator.load("a", by="tester")
-        await fleet.until(lambda: fleet.controller.state.ready("a") == 1, "a is back")
+    await park(fleet)
+    await fleet.operator.load("a", by="tester")
+    await fleet.until(lambda: fleet.controller.state.ready("a") == 1, "a is back")
 
-        assert [config.proven for config in cluster.configs("a")] == [False, True]
+    assert [config.proven for config in fleet.cluster.configs("a")] == [False, True]
 
 
-async def test_a_model_whose_last_host_is_lost_is_not_parked(tmp_path: Path) -> None:
+@starting_fleet(SPEC)
+async def test_a_model_whose_last_host_is_lost_is_not_parked(fleet: Played) -> None:
     """A return starts elsewhere, with a trial."""
-    cluster = FakeCluster()
-    async with Played(tmp_path, cluster, SPEC) as fleet:
-        await park(fleet)
-        cluster.lost_now.add(HOST)
+    await park(fleet)
+    fleet.cluster.lost_now.add(HOST)
 
-        await fleet.until(lambda: fleet.model("a")["parked"] is None, "it is not parked any more")
+    await fleet.until(lambda: fleet.model("a")["parked"] is None, "it is not parked any more")

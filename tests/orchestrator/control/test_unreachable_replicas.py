@@ -19,7 +19,7 @@ from orchestrator.gateway.serving.replica_link_pool import MAX_RECONNECT_S, Repl
 from orchestrator.gateway.telemetry.exposition import page
 from orchestrator.process.home import LONGEST_SOCKET, SOCKET_BYTES, Home
 from orchestrator.scaling.demand_report import DemandReport
-from tests.orchestrator.fakes import FakeCluster, Played, virtual, virtually
+from tests.orchestrator.fakes import Played, settled_fleet, virtually
 from tests.orchestrator.gateways import LiveGateway, routes, until
 from tests.orchestrator.promql import Page
 from tests.served import Served
@@ -114,40 +114,36 @@ def test_retries_of_an_unreachable_replica_become_rarer(monkeypatch: pytest.Monk
     assert pauses[-1] == pytest.approx(MAX_RECONNECT_S)
 
 
-@virtual
-async def test_unreachable_replicas_are_in_status_events_and_metrics(tmp_path: Path) -> None:
+@settled_fleet(SPEC)
+async def test_unreachable_replicas_are_in_status_events_and_metrics(fleet: Played) -> None:
     """For any gateway, until all reach the replica again or that gateway has ended."""
-    async with Played(tmp_path, FakeCluster(), SPEC) as fleet:
-        await fleet.settled()
 
-        async def report(gateway: str, *ids: str) -> None:
-            await fleet.controller.demand(DemandReport(gateway=gateway, number=1, seconds=1.0, unreachable=list(ids)))
-            await asyncio.sleep(1.5)
+    async def report(gateway: str, *ids: str) -> None:
+        await fleet.controller.demand(DemandReport(gateway=gateway, number=1, seconds=1.0, unreachable=list(ids)))
+        await asyncio.sleep(1.5)
 
-        def condition() -> tuple[bool, str, str]:
-            (reachable,) = (
-                condition for condition in fleet.model("m")["conditions"] if condition["type"] == "Reachable"
-            )
-            return reachable["status"], reachable["reason"], reachable["message"]
+    def condition() -> tuple[bool, str, str]:
+        (reachable,) = (condition for condition in fleet.model("m")["conditions"] if condition["type"] == "Reachable")
+        return reachable["status"], reachable["reason"], reachable["message"]
 
-        async def metric() -> float:
-            metrics = Page.read(page(await fleet.controller.metrics())[0].decode())
-            return metrics.value("corewright_model_reachable", model="m")
+    async def metric() -> float:
+        metrics = Page.read(page(await fleet.controller.metrics())[0].decode())
+        return metrics.value("corewright_model_reachable", model="m")
 
-        assert condition() == (True, "Connected", "")
-        assert await metric() == 1.0
-        await report("a", "m/1", "m/7")
-        await report("b")
-        assert condition() == (False, "Unreachable", "m/1")
-        assert await metric() == 0.0
-        assert fleet.happened().count("Unreachable") == 1
-        await report("a")
-        assert condition() == (True, "Connected", "")
-        assert fleet.happened().count("Reachable") == 1
-        await report("b", "m/0")
-        assert condition() == (False, "Unreachable", "m/0")
-        await asyncio.sleep(GATEWAY_LOST_S + 2.0)
-        assert condition() == (True, "Connected", "")
+    assert condition() == (True, "Connected", "")
+    assert await metric() == 1.0
+    await report("a", "m/1", "m/7")
+    await report("b")
+    assert condition() == (False, "Unreachable", "m/1")
+    assert await metric() == 0.0
+    assert fleet.happened().count("Unreachable") == 1
+    await report("a")
+    assert condition() == (True, "Connected", "")
+    assert fleet.happened().count("Reachable") == 1
+    await report("b", "m/0")
+    assert condition() == (False, "Unreachable", "m/0")
+    await asyncio.sleep(GATEWAY_LOST_S + 2.0)
+    assert condition() == (True, "Connected", "")
 
 
 @pytest.mark.parametrize(

@@ -173,7 +173,12 @@ def test_a_fleet_without_its_home_serves_refuses_an_apply_and_can_be_ended(fleet
     """`status` says why, and `down` leaves no process. The last test."""
     spec = fleet.home.with_name(f"{fleet.home.name}.yaml")
     spec.write_text(SPEC.replace("a: {tp_degree: 2", "a: {tp_degree: 4"))
-    shutil.rmtree(fleet.home)
+
+    def removed() -> bool:
+        shutil.rmtree(fleet.home, ignore_errors=True)  # processes still write to it
+        return not fleet.home.exists()
+
+    until(removed, 10, "the home is gone")
     try:
         until(lambda: "journal-lost" in fleet.corewright("status").stdout, 30, "the status says so")
         applied = fleet.corewright("apply", "--yes", str(spec))
