@@ -21,7 +21,8 @@ from orchestrator.access import keys as keys_module
 from orchestrator.access.keys import MAX_PRIORITY, TEXT_LENGTH, Allowance, KeyFile, KeyRing, read_expiry, read_limit
 from orchestrator.cli.main import run
 from orchestrator.process.failure import Failed
-from orchestrator.process.home import FleetRecord, Home
+from orchestrator.process.home import Home
+from tests.orchestrator.fleet_records import fleet_record
 from workers.host import host_facts as this_host
 
 NOW = 1_795_183_685.0  # 2026-11-20 14:08:05 UTC
@@ -523,19 +524,7 @@ def record(home: Home, listens: str) -> None:
     started = this_host.process_start(os.getpid())
     assert started is not None
     home.write_record(
-        FleetRecord(
-            fleet="f",
-            name="demo",
-            url="http://127.0.0.1:8080",
-            admin_url="",
-            token="",
-            dashboard_url=None,
-            ray_address="",
-            pid=os.getpid(),
-            started=started,
-            version="",
-            listens=listens,
-        )
+        fleet_record(name="demo", url="http://127.0.0.1:8080", pid=os.getpid(), started=started, listens=listens)
     )
 
 

@@ -22,6 +22,7 @@ from orchestrator.cli.main import run
 from orchestrator.process.failure import Failed
 from orchestrator.process.home import FleetRecord, Home
 from tests.orchestrator.certificates import Authority
+from tests.orchestrator.fleet_records import fleet_record
 from tests.orchestrator.gateways import LiveGateway, routes
 from tests.orchestrator.played import Exchange, Play, PlayedServer, answer, playing, prompt_tokens, whole
 from tests.served import Served
@@ -442,19 +443,7 @@ def test_a_gateway_accepts_every_field_and_returns_complete_answers(
 
 
 def record_of(url: str, **more: Any) -> FleetRecord:
-    return FleetRecord(
-        fleet="f",
-        name="n",
-        url=url,
-        admin_url="",
-        token="",
-        dashboard_url=None,
-        ray_address="",
-        pid=1,
-        started=0.0,
-        version="",
-        **more,
-    )
+    return fleet_record(url=url, **more)
 
 
 @contextmanager

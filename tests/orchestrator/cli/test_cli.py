@@ -33,11 +33,12 @@ from orchestrator.cli.app import COMMANDS, app
 from orchestrator.cli.main import application, run
 from orchestrator.cli.plan_result import model_lines
 from orchestrator.cluster.settings import SETTINGS, resolve
-from orchestrator.process.home import FleetRecord, Home
+from orchestrator.process.home import Home
 from orchestrator.process.version import corewright_version
 from placements.spec.json_schema import json_schema
 from tests.fleet import until
 from tests.orchestrator.fakefleet import AT, LOG, PLAN, ROLLOUT, SPEC, TOKEN, LiveAdmin, bad_spec, event
+from tests.orchestrator.fleet_records import fleet_record
 from workers.host import host_facts as this_host
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "cli"
@@ -1150,18 +1151,7 @@ def test_down_of_this_homes_fleet_times_out_after_its_drain(
     Home(home).prepare()
     started = this_host.process_start(os.getpid())
     assert started is not None
-    record = FleetRecord(
-        fleet="f",
-        name="two",
-        url="",
-        admin_url=fleet.url,
-        token=TOKEN,
-        dashboard_url=None,
-        ray_address="",
-        pid=os.getpid(),
-        started=started,
-        version="",
-    )
+    record = fleet_record(name="two", admin_url=fleet.url, token=TOKEN, pid=os.getpid(), started=started)
     Home(home).write_record(record)
     monkeypatch.setattr("orchestrator.cli.down.DOWN_SPARE_S", -19.8)
     assert run(["down"]) == 1
@@ -1182,18 +1172,8 @@ def test_down_signals_a_fleet_whose_controller_is_not_there_unless_it_ends_alrea
         starting.stdout.readline()
         started = this_host.process_start(starting.pid)
         assert started is not None
-        record = FleetRecord(
-            fleet="f",
-            name="two",
-            url="",
-            admin_url="http://127.0.0.1:9",
-            token=TOKEN,
-            dashboard_url=None,
-            ray_address="",
-            pid=starting.pid,
-            started=started,
-            version="",
-            ending=ending,
+        record = fleet_record(
+            name="two", admin_url="http://127.0.0.1:9", token=TOKEN, pid=starting.pid, started=started, ending=ending
         )
         Home(home).write_record(record)
         monkeypatch.setattr("orchestrator.cli.down.DOWN_SPARE_S", -19.5)

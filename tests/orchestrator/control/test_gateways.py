@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from orchestrator.fleet.gateway_places import ClusterMachine, GatewayPlace, wanted_gateways
 from orchestrator.fleet.key_usage import KeyUsage, KeyUsageExchange
-from orchestrator.process.home import FleetRecord
 from orchestrator.scaling.demand_report import DemandReport, DemandWindow
 from tests.orchestrator.fakes import Played, settled_fleet
+from tests.orchestrator.fleet_records import fleet_record
 from workers.messages.notice import Notice
 
 SPEC = """\
@@ -23,19 +23,7 @@ models:
   a: {engine: echo, tp_degree: 4, replicas: 2}
 """
 HOSTS = ["inf2.48xlarge/0", "inf2.48xlarge/1"]
-RECORD = FleetRecord(
-    fleet="f",
-    name="fleet",
-    url="",
-    admin_url="",
-    token="t",
-    dashboard_url=None,
-    ray_address="",
-    pid=0,
-    started=0.0,
-    version="0",
-    on_cluster=True,
-)
+RECORD = fleet_record(name="fleet", pid=0, on_cluster=True)
 HEAD = ClusterMachine(GatewayPlace("head", "n0"), "10.0.0.1", is_head=True)
 MACHINES = [
     HEAD,

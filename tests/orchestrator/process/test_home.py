@@ -15,27 +15,17 @@ from orchestrator.cli.output import libraries_to_log
 from orchestrator.cluster.settings import resolve
 from orchestrator.gateway.telemetry import recorder
 from orchestrator.process.failure import Failed
-from orchestrator.process.home import FleetRecord, Home, daemon_alive
+from orchestrator.process.home import Home, daemon_alive
 from orchestrator.records.journal import Journal, JournalUnwritable
 from orchestrator.records.journal_records import Scale
+from tests.orchestrator.fleet_records import fleet_record
 from workers.host import file_lock
 from workers.host.host_facts import cut_log
 from workers.host.json_process import start as start_child
 from workers.host.lifetime import process_start
 from workers.serving.replica import _redirect_output
 
-RECORD = FleetRecord(
-    fleet="f",
-    name="n",
-    url="http://a",
-    admin_url="http://b",
-    token="t",
-    dashboard_url=None,
-    ray_address="r",
-    pid=1,
-    started=0.0,
-    version="0",
-)
+RECORD = fleet_record(url="http://a", admin_url="http://b", ray_address="r")
 
 
 @pytest.fixture

@@ -15,22 +15,12 @@ from orchestrator.access.keys import KeyFile
 from orchestrator.cli.output import libraries_to_log
 from orchestrator.gateway.telemetry.recorder import RequestRecorder
 from orchestrator.process.failure import Failed
-from orchestrator.process.home import FleetRecord, Home
+from orchestrator.process.home import Home
 from orchestrator.records.journal import Journal, JournalUnwritable, read
 from orchestrator.records.journal_records import Scale
+from tests.orchestrator.fleet_records import fleet_record
 
-RECORD = FleetRecord(
-    fleet="f",
-    name="n",
-    url="http://a",
-    admin_url="http://b",
-    token="t",
-    dashboard_url=None,
-    ray_address="r",
-    pid=1,
-    started=0.0,
-    version="0",
-)
+RECORD = fleet_record(url="http://a", admin_url="http://b", ray_address="r")
 
 
 class Disk:

@@ -279,9 +279,7 @@ async def test_a_broken_version_is_rolled_back_while_the_old_one_serves(played: 
 @settled_fleet(spec(a=NO_ROLLBACK), load_s=5.0)
 async def test_without_rollback_a_failed_update_stops(played: Played, tmp_path: Path) -> None:
     """`rollback: false`: the old replica serves, the rollout is failed, and undo ends it."""
-    _, generation = await played.operator.read(
-        spec(a_batch=8, a=NO_ROLLBACK), "s", str(tmp_path), by="", cause="apply"
-    )
+    _, generation = await played.operator.read(spec(a_batch=8, a=NO_ROLLBACK), "s", str(tmp_path), by="", cause="apply")
     played.cluster.broken[generation.versions["a"]] = Failure("x", "broken")
     await played.apply(spec(a_batch=8, a=NO_ROLLBACK))
     await played.until(lambda: played.operator.rollout().state == "failed", "failed", 600)
