@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from orchestrator.gateway.openai.tool_parsers import (
@@ -18,6 +18,7 @@ from orchestrator.gateway.openai.tool_parsers import (
     detect_format,
     make_parser,
 )
+from tests.searches import search
 from tests.tiers import everyday
 
 WEATHER = {"city": "San Francisco", "state": "CA", "unit": "celsius"}
@@ -326,7 +327,7 @@ def written(format: str, calls: list[tuple[str, Any]], escaped: bool) -> str:
 
 @pytest.mark.parametrize("format", everyday(["hermes", "llama3", "mistral"], ("hermes",)))
 @given(calls=CALLS, cuts=CUTS, escaped=st.booleans(), streamed=st.booleans(), before=st.sampled_from(["", "Well. "]))
-@settings(max_examples=60, deadline=None)
+@search(30)
 def test_however_it_is_cut_the_calls_are_those_that_were_written(
     format: str, calls: list[tuple[str, Any]], cuts: list[int], escaped: bool, streamed: bool, before: str
 ) -> None:
@@ -339,7 +340,7 @@ def test_however_it_is_cut_the_calls_are_those_that_were_written(
 @pytest.mark.parametrize("format", ["hermes", "llama3", "mistral"])
 @pytest.mark.parametrize("calling", ["auto", "required"])
 @given(data=st.data(), cuts=CUTS, streamed=st.booleans())
-@settings(max_examples=100, deadline=None)
+@search(40)
 def test_any_text_is_read_alike_however_it_is_cut(
     format: str, calling: str, data: st.DataObject, cuts: list[int], streamed: bool
 ) -> None:
@@ -357,7 +358,7 @@ def test_any_text_is_read_alike_however_it_is_cut(
 @pytest.mark.parametrize("format", ["hermes", "llama3", "mistral"])
 @given(text=st.text(alphabet=st.characters(exclude_categories=["Cs"])), cuts=CUTS)
 @example(text="  a {b} [c] <d>  ", cuts=[1, 2, 3])
-@settings(max_examples=100, deadline=None)
+@search(40)
 def test_ordinary_text_is_unchanged(format: str, text: str, cuts: list[int]) -> None:
     """Including white space at its ends."""
     assert read(format, text, cuts) == (text, [])

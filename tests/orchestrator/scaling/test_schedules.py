@@ -6,12 +6,13 @@ from datetime import datetime, timedelta, timezone
 from zoneinfo import ZoneInfo
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.scaling.schedules import Bounds, bounds, is_active
 from placements.spec.scaling import Scaling, Schedule
 from placements.spec.schema import ModelSpec, Replicas
+from tests.searches import search
 
 BERLIN = "Europe/Berlin"
 
@@ -88,7 +89,7 @@ def test_an_end_in_the_repeated_hour_ends_once() -> None:
     assert not any(is_active(late, first + minutes * 60) for minutes in range(240))
 
 
-@settings(max_examples=25)
+@search(25)
 @given(
     st.datetimes(datetime(2020, 1, 1), datetime(2030, 1, 1)),
     st.sampled_from(["Europe/Berlin", "America/New_York", "Australia/Lord_Howe", "Asia/Kolkata", "UTC"]),

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.routing_parts.fixed_replicas import serve_fixed
 from benchmarks.scaling_parts.scenarios import sim_model
 from orchestrator.simulate.scenario import SimModel
 from orchestrator.simulate.simulated_replica import Arrival, SimEncoder
+from tests.searches import search
 from workers.batching.encode_batcher import EncodeBatcher
 from workers.messages.encoder_protocol import EncodeInput, EncoderSpec
 from workers.messages.requests import GenerateRequest, TokenEvent
@@ -84,7 +85,7 @@ TICK_S = 1.0037e-4  # no arrival is at the end of a batch
 
 
 @given(gaps, st.booleans(), st.sampled_from([0.0, 0.02]))
-@settings(deadline=None, max_examples=60)
+@search(30)
 def test_requests_end_when_the_real_batcher_ends_them(
     given: list[tuple[int, int]], ragged: bool, gather_s: float
 ) -> None:

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.scaling_parts.scenarios import scenario_of, sim_model
@@ -21,6 +21,7 @@ from orchestrator.simulate.scenario import SimModel
 from orchestrator.simulate.simulated_fleet import SimulatedPhase
 from orchestrator.simulate.simulated_replica import Arrival
 from orchestrator.simulate.workload import Workload
+from tests.searches import search
 
 
 class Scripted:
@@ -175,7 +176,7 @@ def test_a_model_without_scaling_keeps_its_min() -> None:
     seed=st.integers(0, 5),
     least=st.sampled_from((None, 0, 1)),
 )
-@settings(max_examples=15, deadline=None)
+@search(8, cost=10)
 def test_no_core_is_ever_held_twice(script: list[dict[str, int]], seed: int, least: int | None) -> None:
     """In any prefix of the events, for any policy, also if hosts come and go; and no request is lost."""
     models = [model("a", 8), model("b", 24, priority=1), model("c", 2, priority=-1)]
@@ -189,7 +190,7 @@ def test_no_core_is_ever_held_twice(script: list[dict[str, int]], seed: int, lea
 
 @pytest.mark.slow
 @given(seed=st.integers(0, 1000), kind=st.sampled_from(("gamma", "onoff", "mixed")))
-@settings(max_examples=6, deadline=None)
+@search(4, cost=30)
 def test_the_autoscaler_never_exceeds_the_cores_of_the_fleet(seed: int, kind: str) -> None:
     """Its targets together, at every decision."""
     sizes = {"a": 8, "b": 24, "c": 4}
