@@ -126,7 +126,7 @@ def test_a_client_may_retry_when_no_more_processes_may_start(
     """503 with Retry-After while another model's calls use all that there may be; then it is served."""
     monkeypatch.setattr(tokenizer_pool, "MAX_PROCESSES", 2)
     monkeypatch.setattr(tokenizer_pool, "ROOM_S", 0.1)
-    monkeypatch.setattr(tokenizer_pool, "CALL_S", CALL_S)
+    monkeypatch.setattr(tokenizer_pool, "CALL_S", 4 * CALL_S)  # so that the other request meets the call
     busy = threading.Thread(target=chat, args=(idle_gateway, "endless"))
     busy.start()
     body = {"model": "good", "prompt": "hello"}
