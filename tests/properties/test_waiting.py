@@ -30,6 +30,11 @@ class Item:
     arrived_at: float = 0.0
 
 
+def due(item: Item) -> tuple[float, float]:
+    """Those without a deadline come last, and equal ones in the order of their arrival."""
+    return math.inf if item.deadline is None else item.deadline, item.arrived_at
+
+
 ITEMS = st.builds(
     Item,
     number=st.just(0),
@@ -121,8 +126,7 @@ class Model:
             counters = {lane[0].tenant: self.line.counter(lane[0].tenant, item.priority) for lane in rivals}
             assert counters[item.tenant] == min(counters.values())
         else:
-            due = [math.inf if item.deadline is None else item.deadline for lane in rivals for item in lane]
-            assert (math.inf if item.deadline is None else item.deadline) == min(due)
+            assert due(item) == min(due(queued) for lane in rivals for queued in lane)
         self.lane(item).remove(item)
         self.out.append(item)
 

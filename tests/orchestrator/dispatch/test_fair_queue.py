@@ -1,4 +1,4 @@
-"""Who is next of those that wait for a slot."""
+"""Who is next of those that wait for a slot; tests/properties/test_waiting.py has what holds for every queue."""
 
 from __future__ import annotations
 
@@ -32,18 +32,6 @@ def line(*items: Item, order: Order = "fair", count: int = 100, size: int = 1000
 def names(queue: FairQueue[Item]) -> str:  # type: ignore[type-var]
     """Of all, in their order."""
     return "".join(item.name for item in queue.clear())
-
-
-def test_requests_of_one_tenant_are_first_come_first_served() -> None:
-    """Without keys and priorities the whole line is."""
-    assert names(line(*(Item(name, arrived_at=float(at)) for at, name in enumerate("abcdef")))) == "abcdef"
-
-
-def test_a_lower_priority_goes_first() -> None:
-    """As in vLLM: the lower number, for any order of arrival and any usage of its tenant."""
-    queue = line(Item("a"), Item("b", priority=3), Item("c", "x", priority=-1), Item("d"))
-    queue.charge("x", 1000, priority=-1)
-    assert names(queue) == "cadb"
 
 
 def test_the_tenant_with_the_least_tokens_is_next() -> None:
@@ -111,23 +99,6 @@ def test_each_priority_has_separate_counters() -> None:
     assert names(queue) == "ab"
 
 
-def test_returned_requests_go_first() -> None:
-    """Before all others of their tenant and priority, and in their old order if several return; the bounds do not
-    apply, and the charge can be reverted.
-    """
-    queue = line(*(Item(name, "a") for name in "abc"), count=3)
-    first, second = queue.pop(), queue.pop()
-    queue.charge("a", 20)
-    queue.push(Item("d", "a"))
-    queue.push(Item("e", "b"))
-    for item in (second, first):
-        queue.put_back(item)
-    queue.charge("a", -20)
-    assert queue.counter("a") == 0
-    assert len(queue) == 5
-    assert names(queue) == "abcde"
-
-
 def test_reverted_charges_restore_the_turn() -> None:
     """A tenant whose charge was wrong is next again, although another had overtaken it."""
     queue = line(Item("a", "a"), Item("b", "b"))
@@ -138,26 +109,17 @@ def test_reverted_charges_restore_the_turn() -> None:
     assert names(queue) == "ab"
 
 
-def test_a_line_is_bounded_in_count() -> None:
-    """One more than fits is refused with the numbers, and nothing changes."""
-    queue = line(Item("a"), Item("b"), count=2)
-    refusal = queue.refusal(Item("c"))
-    assert refusal == QueueFull("count", used=2, needed=1, limit=2)
-    assert str(refusal) == "2 requests are waiting; 1 more would exceed the limit of 2"
-    assert names(queue) == "ab"
-
-
-def test_a_line_is_bounded_in_bytes() -> None:
-    """One that is too large is refused with the numbers; a smaller one may still come."""
-    queue = line(Item("a", size=60), size=100)
-    assert str(queue.refusal(Item("b", size=41))) == (
-        "60 bytes of requests are waiting; 41 more would exceed the limit of 100"
-    )
-    assert queue.refusal(Item("c", size=40)) is None
-    queue.push(Item("c", size=40))
-    assert queue.bytes == 100
-    assert names(queue) == "ac"
-    assert queue.bytes == 0
+@pytest.mark.parametrize(
+    ("limits", "size", "message"),
+    [
+        ({"count": 2}, 1, "2 requests are waiting; 1 more would exceed the limit of 2"),
+        ({"size": 100}, 41, "60 bytes of requests are waiting; 41 more would exceed the limit of 100"),
+        ({"size": 100}, 40, "None"),
+    ],
+)
+def test_a_refusal_names_the_bound_with_its_numbers(limits: dict[str, int], size: int, message: str) -> None:
+    queue = line(Item("a", size=30), Item("b", size=30), **limits)
+    assert str(queue.refusal(Item("c", size=size))) == message
 
 
 def test_bounds_may_change_while_requests_wait() -> None:
@@ -169,17 +131,6 @@ def test_bounds_may_change_while_requests_wait() -> None:
     assert queue.refusal(Item("d")) is None
     queue.push(Item("d"))
     assert names(queue) == "abd"
-
-
-def test_a_removed_request_is_not_served() -> None:
-    """It frees its place and its bytes; a second removal does nothing."""
-    leaving = Item("b", size=7)
-    queue = line(Item("a"), leaving, Item("c"))
-    assert queue.remove(leaving)
-    assert not queue.remove(leaving)
-    assert not queue.remove(Item("never there", priority=9))
-    assert (len(queue), queue.bytes) == (2, 2)
-    assert names(queue) == "ac"
 
 
 def test_a_less_urgent_request_is_displaced_in_a_full_line() -> None:
@@ -214,20 +165,6 @@ def test_only_as_many_requests_leave_as_needed() -> None:
     """For its bytes several small ones may have to."""
     queue = line(*(Item(name, priority=1, size=10) for name in "abcd"), size=40)
     assert [item.name for item in queue.make_room(Item("e", size=15))] == ["d", "c"]
-
-
-def test_the_earliest_deadline_is_next() -> None:
-    """Within a priority; those without a deadline come last, in the order of their arrival."""
-    queue = line(
-        Item("a", arrived_at=1.0),
-        Item("b", arrived_at=2.0, deadline=50.0),
-        Item("c", arrived_at=3.0, deadline=20.0),
-        Item("d", arrived_at=4.0, deadline=20.0),
-        Item("e", arrived_at=5.0),
-        Item("f", arrived_at=6.0, priority=-1),
-        order="deadline",
-    )
-    assert names(queue) == "fcdbae"
 
 
 def test_the_requests_ahead_are_those_that_go_first() -> None:
