@@ -99,6 +99,23 @@ def test_each_priority_has_separate_counters() -> None:
     assert names(queue) == "ab"
 
 
+def test_returned_requests_go_first() -> None:
+    """Before all others of their tenant and priority, and in their old order if several return; the bounds do not
+    apply, and the charge can be reverted.
+    """
+    queue = line(*(Item(name, "a") for name in "abc"), count=3)
+    first, second = queue.pop(), queue.pop()
+    queue.charge("a", 20)
+    queue.push(Item("d", "a"))
+    queue.push(Item("e", "b"))
+    for item in (second, first):
+        queue.put_back(item)
+    queue.charge("a", -20)
+    assert queue.counter("a") == 0
+    assert len(queue) == 5
+    assert names(queue) == "abcde"
+
+
 def test_reverted_charges_restore_the_turn() -> None:
     """A tenant whose charge was wrong is next again, although another had overtaken it."""
     queue = line(Item("a", "a"), Item("b", "b"))
