@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -134,7 +135,7 @@ def test_reverted_charges_restore_the_turn() -> None:
         ({"size": 100}, 40, "None"),
     ],
 )
-def test_a_refusal_names_the_bound_with_its_numbers(limits: dict[str, int], size: int, message: str) -> None:
+def test_a_refusal_names_the_bound_with_its_numbers(limits: dict[str, Any], size: int, message: str) -> None:
     queue = line(Item("a", size=30), Item("b", size=30), **limits)
     assert str(queue.refusal(Item("c", size=size))) == message
 
