@@ -156,7 +156,7 @@ def _read(signature: str) -> dict[str, str]:
 
 
 def kind(table: str, option: RecordedOption) -> str:
-    """Returns the kind of an option, in the notation of ``Option.kind``."""
+    """Returns the kind of an option, in the notation of ``Option.read``."""
     if f"{table}.{option.name}" in NESTED:
         return NESTED[f"{table}.{option.name}"]
     if option.name in KINDS:
@@ -208,7 +208,7 @@ def _json(value: Any) -> str:
 
 
 def _row(table: str, option: RecordedOption, known: list[str]) -> dict[str, str]:
-    """The arguments of ``Option``; first and last only for an option that some version does not have."""
+    """The arguments of ``Option.read``; first and last only for an option that some version does not have."""
     versions_with = [version for version in known if version in option.defaults]
     row = {"kind": kind(table, option), "default": option.defaults[versions_with[-1]]}
     return row if versions_with == known else {**row, "first": versions_with[0], "last": versions_with[-1]}

@@ -10,8 +10,7 @@ from typing import Any
 from placements.facts.checkpoints import FAMILIES
 from placements.facts.engines import NXD_FAMILIES, NXD_VERSIONS, OPTIMUM_FAMILIES, PACKAGES, serves
 from placements.facts.topology import DEGREES, LNC_CHOICES, TOPOLOGIES, Topology
-from placements.rules.options.option import Option
-from placements.rules.options.owned import FIELDS, UNSERVED
+from placements.rules.options.tables import FIELDS, UNSERVED, Option
 from placements.rules.options.tables import TABLES as OPTION_TABLES
 from placements.spec.json_schema import json_schema
 from placements.spec.notation import TYPE_IN_WORDS

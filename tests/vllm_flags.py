@@ -50,7 +50,7 @@ def converter(type_: Any) -> Any:
 
 
 def kind(action: argparse.Action) -> str:
-    """The kind of its values, in the notation of ``placements.rules.options.option``."""
+    """The kind of its values, in the notation of ``Option.read``."""
     if isinstance(action, argparse.BooleanOptionalAction):
         return "bool"
     if action.nargs == 0:

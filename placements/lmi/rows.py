@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from placements.facts.engines import Engine
 from placements.lmi.conversion import TRUE, Conversion, Read, boolean, integer, lengths, one_of, text
 from placements.lmi.settings import IMAGE, MODEL_DATA, LmiSetting
-from placements.rules.options.owned import UNSERVED
+from placements.rules.options.tables import UNSERVED
 from placements.spec.notation import source_kind
 
 Row = Callable[[Conversion, LmiSetting], None]

@@ -13,7 +13,7 @@ from typing import Any
 from placements.lmi.conversion import Conversion, boolean, integer, one_of, text
 from placements.lmi.rows import ROWS, Row, degree_row, draft_row, drafted_row, dropped, field_row, refused
 from placements.lmi.settings import LmiSetting
-from placements.rules.options.option import Option
+from placements.rules.options.tables import Option, ValueKind
 from placements.rules.options.vllm_flags import CONFIGS, FIELDS, FLAGS, REFUSED
 
 DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "fp32": "fp32", "fp16": "fp16", "bf16": "bf16"}
@@ -46,7 +46,7 @@ def _flag_row(name: str) -> Row:
         value = _value(FLAGS[name], setting.value)
         if model.fields["engine"] != "vllm":
             model.note(setting, "dropped", "an option of vLLM")
-        elif FLAGS[name].kind == "true" and value is False:
+        elif FLAGS[name].kinds == (ValueKind.TRUE,) and value is False:
             model.note(setting, "dropped", "it is false by default")
         else:
             model.map(setting, f"engine_options.{name}", value)
@@ -56,15 +56,13 @@ def _flag_row(name: str) -> Row:
 
 def _value(option: Option, written: str) -> Any:
     """Returns the value of a flag. Raises ValueError."""
-    kinds = option.kind.split("|")
+    kind = option.kinds[0]
     value: Any = written
-    if kinds[0] in ("bool", "true"):
+    if kind in (ValueKind.BOOL, ValueKind.TRUE):
         value = boolean(written)
-    elif kinds[0] in ("int", "float", "list", "mapping"):
+    elif kind is not ValueKind.STR:
         value = _decoded(written)
-    if kinds[0] == "true" and value is False:
-        return value
-    if not option.accepts(value):
+    if not option.accepts(value) and not (kind is ValueKind.TRUE and value is False):
         raise ValueError(f"{written[:40]!r} is not {option.wanted}")
     return value
 

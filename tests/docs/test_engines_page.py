@@ -12,7 +12,7 @@ import pytest
 
 from placements.facts.engines import Engine
 from placements.rules.options.judge import Scope, known_options
-from placements.rules.options.owned import FIELDS, UNSERVED
+from placements.rules.options.tables import FIELDS, UNSERVED
 from placements.spec.schema import ModelSpec, Spec
 
 ROOT = Path(__file__).parent.parent.parent

@@ -6,9 +6,7 @@ import pytest
 
 from placements.facts.engines import ENGINE_OPTIONS, PACKAGES, Engine
 from placements.rules.options.judge import Finding, Scope, check_options, known_options
-from placements.rules.options.option import Option
-from placements.rules.options.owned import FIELDS, UNSERVED
-from placements.rules.options.tables import TABLES
+from placements.rules.options.tables import FIELDS, TABLES, UNSERVED, Option
 from placements.spec.schema import ModelSpec
 from tests import option_tables
 
@@ -34,9 +32,9 @@ def test_the_tables_have_what_the_contracts_record() -> None:
     history = option_tables.contract(NXD)["option_history"][f"{NXD}.models.config.NeuronConfig"]
     table = TABLES[f"{NXD}.NeuronConfig"]
     assert table.keys() == history.keys()
-    assert table["save_sharded_checkpoint"] == Option("bool", "False")
-    assert table["attention_dp_degree"] == Option("int", "1", "0.5", "0.9")
-    assert table["enable_ve_data_parallel"] == Option("bool", "False", "0.9", "0.9")
+    assert table["save_sharded_checkpoint"] == Option.read("bool", "False")
+    assert table["attention_dp_degree"] == Option.read("int", "1", "0.5", "0.9")
+    assert table["enable_ve_data_parallel"] == Option.read("bool", "False", "0.9", "0.9")
 
 
 def test_lora_options_have_the_versions_of_their_signatures() -> None:

@@ -91,7 +91,7 @@ def test_the_table_of_families_shows_the_supporting_engines() -> None:
 
 def test_an_option_is_listed_or_set_by_a_field() -> None:
     """Others cannot be set."""
-    from placements.rules.options.owned import FIELDS, UNSERVED
+    from placements.rules.options.tables import FIELDS, UNSERVED
     from placements.rules.options.tables import TABLES as OPTIONS
 
     for table in ("transformers_neuronx.NeuronConfig", "neuronx_distributed_inference.NeuronConfig"):

@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from placements.facts.vllm import Plugin, Version
-from placements.rules.options.option import Option
+from placements.rules.options.tables import Option, ValueKind
 from placements.rules.options.vllm_flags import FLAGS, check_flags
 from tests.workers.servers.test_vllm_command import command_line
 
@@ -32,13 +32,18 @@ def flag_of(name: str, value: Any) -> str:
 
 def values_of(name: str) -> st.SearchStrategy[Any]:
     """Mostly of its kind."""
-    option = FLAGS.get(name, Option("bool", ""))
-    kinds = {"bool": st.booleans(), "int": st.integers(1, 99), "str": TEXTS, "list": st.lists(TEXTS, min_size=1)}
-    return st.sampled_from(option.choices) if option.choices else kinds.get(option.kind, VALUES) | VALUES
+    option = FLAGS.get(name, Option.read("bool"))
+    by_kind = {
+        ValueKind.BOOL: st.booleans(),
+        ValueKind.INT: st.integers(1, 99),
+        ValueKind.STR: TEXTS,
+        ValueKind.LIST: st.lists(TEXTS, min_size=1),
+    }
+    return st.sampled_from(option.choices) if option.choices else by_kind.get(option.kinds[0], VALUES) | VALUES
 
 
 SET_BY_US = sorted(word[2:].replace("-", "_") for word in command_line("cpu", (0, 32)) if word.startswith("--"))
-LISTS = [name for name, option in FLAGS.items() if option.kind == "list"]
+LISTS = [name for name, option in FLAGS.items() if option.kinds == (ValueKind.LIST,)]
 NAMES = st.sampled_from([name for name in SET_BY_US if name in FLAGS] + LISTS) | st.sampled_from(
     [*FLAGS, "prefix_cache"]
 )

@@ -19,7 +19,7 @@ from placements.facts.engines import (
     nxd_release,
 )
 from placements.facts.kv_blocks import OPTIONS, KvBlocks, kv_blocks, prefix_buckets, refusals
-from placements.rules.options import owned
+from placements.rules.options import tables
 from workers.batching.buckets import ladder
 from workers.engines.engine_setup import CheckpointSettings, checked_lengths, dtype_on
 from workers.engines.nxd_inference.options import FIELDS, MOE_OPTIONS, UNSERVED, lacks
@@ -171,7 +171,7 @@ def _user_options(options: Mapping[str, Any], own: Mapping[str, Any], release: R
             _refuse(option, "it has no effect without a prefix cache", "set `prefix_cache: true`, too")
         if option in FIELDS:
             _refuse(option, f"it follows from the field `{FIELDS[option]}`", f"set `{FIELDS[option]}`")
-        if option in UNSERVED and not owned.is_default(option, value):
+        if option in UNSERVED and not tables.is_default(option, value):
             _refuse(option, UNSERVED[option], "remove it")
         if option in MOE_OPTIONS:  # for models of experts, which the model's class shows later
             continue

@@ -6,14 +6,15 @@ The package itself accepts any name and only logs unknown ones, so a misspelt or
 from __future__ import annotations
 
 from placements.facts.engines import Release, nxd_release
-from placements.rules.options import owned
-from placements.rules.options.tables import TABLES
+from placements.rules.options import tables
 
 CONFIG = "neuronx_distributed_inference.NeuronConfig"
-OPTIONS = TABLES[CONFIG]
-MOE_OPTIONS = frozenset(TABLES["neuronx_distributed_inference.MoENeuronConfig"])  # in addition, for models of experts
-FIELDS = owned.FIELDS[CONFIG]  # options that are set by fields of the spec
-UNSERVED = owned.UNSERVED[CONFIG]  # options that change the model's interface or answers -> why they are unsupported
+OPTIONS = tables.TABLES[CONFIG]
+MOE_OPTIONS = frozenset(
+    tables.TABLES["neuronx_distributed_inference.MoENeuronConfig"]
+)  # in addition, for models of experts
+FIELDS = tables.FIELDS[CONFIG]  # options that are set by fields of the spec
+UNSERVED = tables.UNSERVED[CONFIG]  # options that change the model's interface or answers -> why they are unsupported
 
 
 def lacks(option: str, release: Release) -> str | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from placements.facts.engines import SHORTEST_BUCKET
 from placements.facts.tnx_families import Family
-from placements.rules.options import owned
+from placements.rules.options import tables
 from workers.batching.buckets import ladder
 from workers.engines.engine_setup import checked_lengths, dtype_on
 from workers.messages.engine_protocol import DeviceSampling, EngineLoadError
@@ -22,8 +22,8 @@ QUANTIZED_KV = {"fp8": "f8e4m3fn"}  # int8 is converted without a scale, which d
 MAX_TOP_K = 256  # for sampling on the device; the limit of vLLM's back-end for this package
 
 _TABLES = ("transformers_neuronx.NeuronConfig", "transformers_neuronx")  # of options, and of constructors' keywords
-FIELDS = {name: field for table in _TABLES for name, field in owned.FIELDS[table].items()}
-UNSERVED = {name: why for table in _TABLES for name, why in owned.UNSERVED[table].items()}
+FIELDS = {name: field for table in _TABLES for name, field in tables.FIELDS[table].items()}
+UNSERVED = {name: why for table in _TABLES for name, why in tables.UNSERVED[table].items()}
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def options_for(
         if name in FIELDS:
             message = f"`engine_options.{name}` cannot be set: it follows from the field `{FIELDS[name]}`"
             raise EngineLoadError("bad-engine-option", message, f"set `{FIELDS[name]}`")
-        if name in UNSERVED and not owned.is_default(name, value):
+        if name in UNSERVED and not tables.is_default(name, value):
             message = f"`engine_options.{name}` cannot be set: {UNSERVED[name]}"
             raise EngineLoadError("bad-engine-option", message, "remove it")
         if name in UNSERVED:  # its default
