@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -12,11 +13,12 @@ from typing import Any, NamedTuple
 from placements.facts.adapters import Adapter
 from placements.facts.checkpoints import Checkpoint
 from placements.facts.engines import AUTO_ENGINES, Engine, resolve, runs_on, serves, takes_cores
-from placements.facts.plural import plural
+from placements.facts.plural import joined, plural
 from placements.facts.topology import Host, Topology, degree
-from placements.facts.vllm import PluginRelease
+from placements.facts.vllm import PluginRelease, VllmNeuron
 from placements.planner.replica_demand import has_degree, suits
 from placements.resources.memory import MemoryEstimate, estimate, fits
+from placements.resources.vllm_release import release_on
 from placements.spec.engine_settings import EngineSettings
 from placements.spec.problems import Problem, Severity
 from placements.spec.schema import ModelSpec, Spec
@@ -53,10 +55,34 @@ MOST_TRIED = 1000
 """The most values that are tried for the hints of one check, which bounds its time."""
 
 
+class UnreadField(Exception):
+    """A rule reads a field that could not be read."""
+
+
+class PartlyReadModel(ModelSpec):
+    """A model of which some fields could not be read. Reading one raises UnreadField, which ends a rule; of ``cores``,
+    the valid pins are left for the rules that check each pin."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name != "cores" and name in super().__getattribute__("__dict__").get("broken", ()):
+            raise UnreadField(name)
+        return super().__getattribute__(name)
+
+
+Rule = Callable[["Case"], Iterator[Problem]]
+
+
+class Objection(NamedTuple):
+    """Why an engine cannot do what a field requires, and what to do."""
+
+    fact: str
+    hint: str
+
+
 class Trials:
     """The rules that a value in a hint must keep, and how many values may still be tried."""
 
-    def __init__(self, rules: Sequence[FieldRule], spec: Spec) -> None:
+    def __init__(self, rules: Sequence[Rule], spec: Spec) -> None:
         pins = sum(len(model.cores) for model in spec.models)
         self.rules = rules
         self._left = MOST_TRIED // (1 + pins // 10)  # each trial compares a model's pins with all
@@ -84,9 +110,14 @@ class Case:
     @cached_property
     def errors(self) -> Counter[tuple[str, str]]:
         """The number of the model's errors by id and position."""
-        rules = () if self.trials is None else self.trials.rules
-        problems = (each for rule in rules if not rule.needs & self.model.broken for each in rule.rule(self))
+        problems = self.problems_by(() if self.trials is None else self.trials.rules)
         return Counter((each.id, each.where) for each in problems if each.severity == "error")
+
+    def problems_by(self, rules: Sequence[Rule]) -> Iterator[Problem]:
+        """Yields the problems that the rules find. A rule ends at a field that could not be read."""
+        for rule in rules:
+            with suppress(UnreadField):
+                yield from rule(self)
 
     def works(self, *path: str | int, **fields: Any) -> bool:
         """Returns whether the model with other values of fields has no error that it does not have now, and none at a
@@ -126,8 +157,8 @@ class Case:
     @property
     def engine(self) -> Engine:
         """The engine, resolved if hosts are known: a fleet has only real or only emulated hosts."""
-        hosts = self.all_hosts.hosts
-        return resolve(self.model.engine, hosts[0], self.model.kind) if hosts else self.model.engine
+        hosts, kind = self.all_hosts.hosts, vars(self.model)["kind"]  # the default if it could not be read
+        return resolve(self.model.engine, hosts[0], kind) if hosts else self.model.engine
 
     @property
     def family(self) -> str | None:
@@ -152,6 +183,12 @@ class Case:
             for engine in AUTO_ENGINES
             if any(runs_on(engine, place) and (family is None or serves(engine, family, place)) for place in places)
         )
+
+    @cached_property
+    def vllm_releases(self) -> tuple[VllmNeuron, ...]:
+        """The releases of vllm-neuron that the plan counts with; () for other engines, and if vLLM runs on the CPU."""
+        planned = [release_on(self.spec, host) for host, _ in self.fleet.kinds] if self.engine == "vllm" else []
+        return tuple(dict.fromkeys(release for release in planned if release is not None))
 
     def has_degree(self, topology: Topology) -> bool:
         """Returns whether hosts of the type support the model's degree."""
@@ -178,39 +215,6 @@ class Case:
     def problem(self, id: str, path: Path, what: str, hint: str = "", severity: Severity = "error") -> Problem:
         """Returns a problem at the position of a field of the model."""
         return Problem(id, severity, self.spec.where("models", self.model.name, *path), what, hint)
-
-
-Rule = Callable[[Case], Iterator[Problem]]
-
-
-SIZES = frozenset(
-    (
-        "engine",
-        "dtype",
-        "tp_degree",
-        "max_batch",
-        "max_len",
-        "hbm_overhead_gib",
-        "draft",
-        "quantize",
-        "group_query_attention",
-        "engine_options",
-    )
-)
-"""The fields that determine the memory of a replica."""
-
-
-class FieldRule(NamedTuple):
-    """A rule, and the fields that it reads: it is skipped if one of them could not be read."""
-
-    rule: Rule
-    needs: frozenset[str]
-
-
-def joined(words: Sequence[object], last: str = "and") -> str:
-    """Returns words as a list in a sentence: "1, 2 and 4"."""
-    texts = [str(word) for word in words]
-    return f" {last} ".join(filter(None, (", ".join(texts[:-1]), texts[-1] if texts else "")))
 
 
 def has_tp(topology: Topology, tp: int) -> bool:

@@ -12,15 +12,14 @@ from placements.facts.topology import Host
 from placements.planner.plan import plan
 from placements.planner.replica_demand import has_degree
 from placements.resources.threads import threads
-from placements.rules.adapter_rules import ADAPTER_RULES
-from placements.rules.alias_rules import ALIAS_RULES, names_are_of_one_model
-from placements.rules.case import SIZES, Case, FieldRule, Fleet, Trials, core_list
-from placements.rules.encoder_rules import ENCODER_RULES
+from placements.rules.case import Case, Fleet, PartlyReadModel, Rule, Trials, core_list
 from placements.rules.engine_rules import ENGINE_RULES
-from placements.rules.memory_rules import fits_host_memory, fits_memory
+from placements.rules.option_rules import OPTION_RULES
 from placements.rules.pin_rules import PIN_RULES, pins_are_free, pins_do_not_overlap
 from placements.rules.server_rules import SERVER_RULES, launches_can_be_run, vllm_has_an_interpreter
-from placements.rules.tensor_parallel_rules import degree_is_legal, experts_divisible, heads_divisible
+from placements.rules.size_rules import SIZE_RULES
+from placements.rules.unused_settings import UNUSED_SETTINGS
+from placements.rules.vllm_rules import VLLM_RULES
 from placements.spec.notation import SourceKind
 from placements.spec.problems import Problem, has_errors, in_order
 from placements.spec.schema import ModelSpec, Spec
@@ -43,7 +42,7 @@ def check(
     ``room``, the check that every ``max`` can fit is skipped; it needs several plans and gives only warnings.
     """
     problems: list[Problem] = []
-    everywhere, trials = Fleet(hosts), Trials((*_RULES, FieldRule(pins_are_free, frozenset())), spec)
+    everywhere, trials = Fleet(hosts), Trials((*_RULES, pins_are_free), spec)
     fleets: dict[Engine, Fleet] = {}
     for model in spec.models:
         if model.engine not in fleets:
@@ -51,7 +50,7 @@ def check(
         checkpoint, draft = (checkpoints or {}).get(model.name), (drafts or {}).get(model.name)
         case = Case(
             spec,
-            model,
+            PartlyReadModel.model_construct(**vars(model)) if model.broken else model,
             fleets[model.engine],
             everywhere,
             checkpoint,
@@ -59,9 +58,7 @@ def check(
             (adapters or {}).get(model.name, {}),
             trials,
         )
-        for field_rule in _RULES:
-            if not field_rule.needs & model.broken:
-                problems.extend(field_rule.rule(case))
+        problems.extend(case.problems_by(_RULES))
     problems.extend(launches_can_be_run(spec))
     problems.extend(vllm_has_an_interpreter(spec))
     problems.extend(reserve_within_host(spec, hosts))
@@ -156,27 +153,45 @@ def length_within_positions(case: Case) -> Iterator[Problem]:
         yield case.problem("max-len-exceeds-positions", ("max_len",), what, hint)
 
 
-_RULES: tuple[FieldRule, ...] = (
-    FieldRule(min_within_max, frozenset({"replicas"})),
-    FieldRule(schedules_within_bounds, frozenset({"replicas", "scaling"})),
-    FieldRule(revisions_are_of_the_hub, frozenset({"source"})),
-    FieldRule(degree_is_legal, frozenset({"engine", "tp_degree", "allow_degrees"})),
-    FieldRule(heads_divisible, frozenset({"engine", "tp_degree", "allow_head_padding"})),
-    FieldRule(experts_divisible, frozenset({"engine", "tp_degree"})),
-    FieldRule(fits_memory, SIZES),
-    FieldRule(fits_host_memory, SIZES | {"host_memory_gib"}),
-    FieldRule(spread_leaves_room, SIZES | {"spread", "replicas", "cores", "allow_degrees"}),
-    FieldRule(length_within_positions, frozenset({"max_len"})),
+_RULES: tuple[Rule, ...] = (
+    min_within_max,
+    schedules_within_bounds,
+    revisions_are_of_the_hub,
+    *SIZE_RULES,
+    spread_leaves_room,
+    length_within_positions,
     *PIN_RULES,
     *ENGINE_RULES,
-    *ADAPTER_RULES,
-    *ALIAS_RULES,
+    *OPTION_RULES,
+    *VLLM_RULES,
     *SERVER_RULES,
-    *ENCODER_RULES,
+    *UNUSED_SETTINGS,
 )
 
 
 # Rules about the whole spec
+
+
+def names_are_of_one_model(spec: Spec) -> Iterator[Problem]:
+    """An alias is not the name of a model or another alias. Reported at the later one."""
+    names = {model.name for model in spec.models}
+    adapters = {name for model in spec.models for name in model.served_adapters}
+    owners: dict[str, str] = {}
+    for model in spec.models:
+        for i, alias in enumerate(model.aliases):
+            where = spec.where("models", model.name, "aliases", alias if isinstance(model.aliases, Mapping) else i)
+            if alias in names:
+                what = f'the alias "{alias}" of "{model.name}" is the name of a model'
+                yield Problem("alias-taken", "error", where, what, "use another alias, or rename the model")
+            elif alias in adapters:
+                what = f'the alias "{alias}" of "{model.name}" is the name of an adapter'
+                yield Problem("alias-taken", "error", where, what, "use another alias, or rename the adapter")
+            elif alias in owners:
+                other = owners[alias]
+                whose = "a duplicate" if other == model.name else f'also an alias of "{other}"'
+                what = f'the alias "{alias}" of "{model.name}" is {whose}'
+                yield Problem("alias-taken", "error", where, what, "remove one of the two")
+            owners.setdefault(alias, model.name)
 
 
 def reserve_within_host(spec: Spec, hosts: Sequence[Host]) -> Iterator[Problem]:

@@ -1,10 +1,12 @@
-"""Checks a model's fields against its engine, with one function for each rule."""
+"""Checks a model's fields against its engine and kind, with one function for each rule."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from typing import TypeVar
 
+from placements.facts.encoders import EMBEDDING_DECODERS, ENGINES_OF_ENCODERS, KINDS
 from placements.facts.engines import (
     AUTO_ENGINES,
     HOST_ENGINES,
@@ -17,6 +19,8 @@ from placements.facts.engines import (
     TNX_SAMPLING,
     TNX_UNPADDED,
     TNX_UNQUANTIZED,
+    TRACED_FAMILIES,
+    TRACED_REFUSED,
     Engine,
     needs_neuron,
     newest_nxd,
@@ -24,13 +28,14 @@ from placements.facts.engines import (
     runs_on,
     serves,
 )
-from placements.facts.plural import counted
+from placements.facts.plural import counted, joined
 from placements.facts.tnx_families import MISREAD_HINT, REFUSED, run_length
-from placements.rules.case import Case, FieldRule
-from placements.rules.option_rules import OPTION_RULES
-from placements.rules.vllm_rules import VLLM_RULES, why_no_draft
+from placements.rules.case import Case, Objection, Rule
+from placements.rules.unused_settings import compiles_on_host, unused
+from placements.rules.vllm_rules import objection_to_draft
 from placements.spec.problems import Problem
-from placements.spec.schema import Compiler
+
+T = TypeVar("T")
 
 
 def engine_runs_here(case: Case) -> Iterator[Problem]:
@@ -138,10 +143,8 @@ def engine_can_draft(case: Case) -> Iterator[Problem]:
     model, draft = case.model, case.draft
     if model.draft is None:
         return
-    why = _why_no_candidate(case, lambda engine: _why_no_draft(engine, case))
-    if why:
-        what, hint = why.split(" | ")
-        yield case.problem("draft-unsupported", ("draft",), what, hint)
+    if objection := _objection(case, lambda engine: _to_draft(engine, case)):
+        yield case.problem("draft-unsupported", ("draft",), *objection)
         return
     if draft is None or case.checkpoint is None:
         return
@@ -155,114 +158,84 @@ def engine_can_draft(case: Case) -> Iterator[Problem]:
         yield case.problem("heads-not-divisible", ("draft",), what, hint)
 
 
-def _why_no_draft(engine: Engine, case: Case) -> str:
-    """Returns why the engine cannot use the draft and, after a bar, the hint; "" if it can."""
+def _to_draft(engine: Engine, case: Case) -> Objection | None:
+    """Returns why the engine cannot use the draft; None if it can."""
     model, drafting, family = case.model, case.draft.model_type if case.draft else None, case.family
     if engine == "vllm":
-        return why_no_draft(case)
+        return objection_to_draft(case)
     assert model.draft is not None
     if model.draft.method != "draft_model":
         other = ", or use engine: vllm" if case.works(engine="vllm") else ""
-        return f"the engine {engine} has no drafts by {model.draft.method} | remove draft.method{other}"
-    if engine == "cpu":
-        return ""
+        return Objection(f"the engine {engine} has no drafts by {model.draft.method}", f"remove draft.method{other}")
     if engine == "transformers-neuronx":
-        for name in (family, drafting):
-            if name is not None and name not in TNX_DRAFTING:
-                return f"transformers-neuronx supports drafts of llama and gpt2 only, not of {name} | remove draft"
-        if family is not None and family not in TNX_CONTINUOUS and model.max_batch > 1:
-            return (
-                f"a draft for {family} on transformers-neuronx needs max_batch 1, because the rows of a static batch "
-                "share one position | set max_batch: 1"
-            )
-        run, prompts = run_length(model.draft.k + 1, model.max_batch), model.buckets.prefill
-        if model.max_batch > 1 and prompts and run > prompts[-1]:
-            return (
-                f"transformers-neuronx verifies {run} tokens of a slot at once, the greater of draft.k + 1 and "
-                f"max_batch, but the longest of buckets.prefill is {prompts[-1]} | add a bucket of at least {run}"
-            )
-        if model.sampling == "device":
-            return (
-                "transformers-neuronx verifies drafts with logits on the host, but sampling is device | "
-                "set sampling: host"
-            )
-        return ""
+        return _to_draft_on_tnx(case, drafting)
     if engine == "nxd-inference":
         if family is not None and drafting is not None and family != drafting:
-            return (
-                f"nxd-inference needs a draft of the same family, and {drafting} is not {family} | "
-                f"use a draft of {family}"
-            )
+            fact = f"nxd-inference needs a draft of the same family, and {drafting} is not {family}"
+            return Objection(fact, f"use a draft of {family}")
         if model.quantize is not None:
-            return "nxd-inference does not support drafts of quantized models | remove quantize or draft"
-        return ""
-    return f"draft has no effect on the engine {engine} | remove draft, or use cpu or a Neuron engine"
+            return Objection("nxd-inference does not support drafts of quantized models", "remove quantize or draft")
+    elif engine != "cpu":
+        hint = "remove draft, or use cpu or a Neuron engine"
+        return Objection(f"draft has no effect on the engine {engine}", hint)
+    return None
+
+
+def _to_draft_on_tnx(case: Case, drafting: str | None) -> Objection | None:
+    model, family, prompts = case.model, case.family, case.model.buckets.prefill
+    assert model.draft is not None
+    run = run_length(model.draft.k + 1, model.max_batch)
+    other = next((name for name in (family, drafting) if name is not None and name not in TNX_DRAFTING), None)
+    if other is not None:
+        fact = f"transformers-neuronx supports drafts of llama and gpt2 only, not of {other}"
+        return Objection(fact, "remove draft")
+    if family is not None and family not in TNX_CONTINUOUS and model.max_batch > 1:
+        fact = f"a draft for {family} on transformers-neuronx needs max_batch 1, because the rows of a static batch "
+        return Objection(fact + "share one position", "set max_batch: 1")
+    if model.max_batch > 1 and prompts and run > prompts[-1]:
+        fact = f"transformers-neuronx verifies {run} tokens of a slot at once, the greater of draft.k + 1 and max_batch"
+        fact += f", but the longest of buckets.prefill is {prompts[-1]}"
+        return Objection(fact, f"add a bucket of at least {run}")
+    if model.sampling == "device":
+        fact = "transformers-neuronx verifies drafts with logits on the host, but sampling is device"
+        return Objection(fact, "set sampling: host")
+    return None
 
 
 def engine_can_quantize(case: Case) -> Iterator[Problem]:
     """Quantization is set only for an engine and a family that support it."""
-    for field, value in (("quantize", case.model.quantize), ("quantize_kv", case.model.quantize_kv)):
-        if value is None:
-            continue
-        if case.engine in HOST_ENGINES or case.engine == "optimum-neuron":
-            what = f"{field} has no effect on the engine {case.engine}"
-            other = "a Neuron engine" if case.engine in HOST_ENGINES else case.engines_of("nxd-inference")
-            hint = f"remove {field}, or use {other}" if other else f"remove {field}"
-            yield case.problem("quantize-unsupported", (field,), what, hint)
-        elif field == "quantize" and (name := _why_no_candidate(case, lambda engine: _unquantizing(engine, case))):
-            what = f"{name} cannot quantize {case.family}, the family of {case.model.name}"
-            yield case.problem("quantize-unsupported", (field,), what, f"remove {field}")
-        elif field == "quantize_kv" and (why := _why_no_candidate(case, lambda engine: _why_no_cache(engine, case))):
-            what, hint = why.split(" | ")
-            yield case.problem("quantize-unsupported", (field,), what, hint)
+    if case.engine == "optimum-neuron" and (case.model.quantize or case.model.quantize_kv):
+        other = case.engines_of("nxd-inference")
+        hint = f"remove {{field}}, or use {other}" if other else "remove {field}"
+        here, fields = " on the engine optimum-neuron", ("quantize", "quantize_kv")
+        yield from unused(case, here, *fields, hint=hint, id="quantize-unsupported")
+    if case.model.quantize is not None and (name := _objection(case, lambda engine: _unquantizing(engine, case))):
+        fact = f"{name} cannot quantize {case.family}, the family of {case.model.name}"
+        yield case.problem("quantize-unsupported", ("quantize",), fact, "remove quantize")
+    if case.model.quantize_kv is not None and (objection := _objection(case, lambda engine: _to_cache(engine, case))):
+        yield case.problem("quantize-unsupported", ("quantize_kv",), *objection)
 
 
-def _why_no_cache(engine: Engine, case: Case) -> str:
-    """Returns why the engine cannot use ``quantize_kv`` and, after a bar, the hint; "" if it can."""
+def _to_cache(engine: Engine, case: Case) -> Objection | None:
+    """Returns why the engine cannot use ``quantize_kv``; None if it can."""
     kind, family = case.model.quantize_kv, case.family
     if engine == "transformers-neuronx" and family is not None and family not in TNX_QUANTIZED_KV:
-        return f"transformers-neuronx cannot quantize the KV cache of {family} | remove quantize_kv"
+        return Objection(f"transformers-neuronx cannot quantize the KV cache of {family}", "remove quantize_kv")
     if engine == "transformers-neuronx" and kind != "fp8":
-        return f"transformers-neuronx converts keys and values to {kind} without a scale | set quantize_kv: fp8"
+        return Objection(
+            f"transformers-neuronx converts keys and values to {kind} without a scale", "set quantize_kv: fp8"
+        )
     if engine == "nxd-inference" and kind != "fp8":
-        return f"nxd-inference supports a KV cache of fp8 or of the dtype, not of {kind} | set quantize_kv: fp8"
-    return ""
+        return Objection(
+            f"nxd-inference supports a KV cache of fp8 or of the dtype, not of {kind}", "set quantize_kv: fp8"
+        )
+    return None
 
 
 def _unquantizing(engine: Engine, case: Case) -> str:
     """Returns the engine's name if it cannot quantize the family, else ""."""
     families = {"transformers-neuronx": TNX_UNQUANTIZED, "nxd-inference": NXD_UNQUANTIZED}
     return engine if case.family in families.get(engine, ()) else ""
-
-
-def settings_have_effect(case: Case) -> Iterator[Problem]:
-    """Settings of Neuron devices are not used with engines on the host's CPUs."""
-    model = case.model
-    in_use = {
-        "sampling": model.sampling == "device",
-        "buckets": bool(model.buckets.prefill or model.buckets.decode),
-        "fuse_qkv": model.fuse_qkv is not None,
-        "compiler": model.compiler != Compiler(),
-    }
-    if case.engine in HOST_ENGINES:
-        for field in [field for field, is_set in in_use.items() if is_set and field not in model.broken]:
-            if field == "buckets" and _compiles_on_host(case):
-                continue
-            what = f"{field} has no effect on the engine {case.engine}"
-            hint = f"remove {field}, or use a Neuron engine"
-            yield case.problem("setting-unsupported", (field,), what, hint)
-    elif case.engine == "optimum-neuron":
-        for field in ("buckets", "fuse_qkv", "compiler"):
-            if in_use[field] and field not in model.broken:
-                what = f"{field} has no effect on the engine optimum-neuron, which chooses it itself"
-                yield case.problem("setting-unsupported", (field,), what, f"remove {field}")
-    elif model.compiler.workers is not None and case.candidates in (("nxd-inference",), ("torch-neuronx",)):
-        what = f"compiler.workers has no effect: {case.candidates[0]} has no such option"
-        yield case.problem("setting-unsupported", ("compiler", "workers"), what, "remove it")
-
-
-def _compiles_on_host(case: Case) -> bool:
-    return case.engine == "cpu" and case.model.engine_options.get("compile") is True
 
 
 def engine_can_sample(case: Case) -> Iterator[Problem]:
@@ -274,10 +247,7 @@ def engine_can_sample(case: Case) -> Iterator[Problem]:
         yield case.problem("setting-unsupported", ("sampling",), what, "set sampling: host")
         return
 
-    def why(engine: Engine) -> str:
-        return "host" if engine == "transformers-neuronx" and case.family not in TNX_SAMPLING else ""
-
-    if _why_no_candidate(case, why):
+    if case.candidates == ("transformers-neuronx",) and case.family not in TNX_SAMPLING:
         what = (
             f"transformers-neuronx samples tokens of {case.family}, the family of {case.model.name}, on the host only"
         )
@@ -300,7 +270,7 @@ def _why_no_device_sampling(case: Case) -> str:
 def buckets_make_sense(case: Case) -> Iterator[Problem]:
     """Compiled lengths ascend, none exceeds max_len, and the longest of the KV cache is max_len."""
     model = case.model
-    if case.engine in HOST_ENGINES and not _compiles_on_host(case):
+    if case.engine in HOST_ENGINES and not compiles_on_host(case):
         return
     longest = model.length(case.checkpoint) if model.max_len is not None or case.checkpoint is not None else None
     for field, lengths in (("prefill", model.buckets.prefill), ("decode", model.buckets.decode)):
@@ -381,12 +351,7 @@ def engine_can_share_heads(case: Case) -> Iterator[Problem]:
     """
     model, checkpoint = case.model, case.checkpoint
     mode, tp, path = model.group_query_attention, model.tp_degree, ("group_query_attention",)
-    if mode is None:
-        return
-    if case.engine not in ("auto", "transformers-neuronx"):
-        what = f"group_query_attention has no effect on the engine {case.engine}"
-        hint = "remove it, or use the engine transformers-neuronx"
-        yield case.problem("gqa-unsupported", path, what, hint)
+    if mode is None or case.engine not in ("auto", "transformers-neuronx"):
         return
     if mode == "shard-over-batch":
         what = (
@@ -421,28 +386,96 @@ def engine_can_run(case: Case) -> Iterator[Problem]:
         yield case.problem("engine-needs-neuron", ("engine",), what, hint, "warning")
 
 
-def _why_no_candidate(case: Case, why: Callable[[Engine], str]) -> str:
-    """Returns the first reason if ``why`` excludes all possible engines of the model, else ""."""
+def _objection(case: Case, why: Callable[[Engine], T | None]) -> T | None:
+    """Returns the first reason if ``why`` gives one for each possible engine of the model, else None."""
     reasons = [why(engine) for engine in case.candidates]
-    return reasons[0] if reasons and all(reasons) else ""
+    return reasons[0] if all(reasons) and reasons else None
 
 
-ENGINE_RULES: tuple[FieldRule, ...] = (
-    FieldRule(engine_can_run, frozenset({"engine"})),
-    FieldRule(engine_runs_here, frozenset({"engine"})),
-    FieldRule(family_is_served, frozenset({"engine"})),
-    FieldRule(heads_are_padded, frozenset({"engine", "tp_degree", "allow_head_padding"})),
-    FieldRule(degree_is_the_engines, frozenset({"engine", "tp_degree", "allow_degrees"})),
-    FieldRule(engine_can_draft, frozenset({"engine", "draft", "tp_degree", "max_batch", "sampling", "quantize"})),
-    FieldRule(engine_can_quantize, frozenset({"engine", "quantize", "quantize_kv"})),
-    FieldRule(engine_can_share_heads, frozenset({"engine", "tp_degree", "max_batch", "group_query_attention"})),
-    FieldRule(settings_have_effect, frozenset({"engine", "engine_options"})),
-    FieldRule(tnx_computes_it, frozenset({"engine", "draft"})),
-    FieldRule(window_is_kept, frozenset({"engine", "max_len", "draft", "engine_options"})),
-    FieldRule(engine_can_sample, frozenset({"engine", "sampling", "tp_degree", "max_batch"})),
-    FieldRule(buckets_make_sense, frozenset({"engine", "engine_options", "buckets", "max_len"})),
-    FieldRule(buckets_are_no_steps, frozenset({"engine", "buckets", "draft"})),
-    FieldRule(flags_are_free, frozenset({"engine", "compiler"})),
-    *OPTION_RULES,
-    *VLLM_RULES,
+# Encoders
+
+
+def engine_serves_the_kind(case: Case) -> Iterator[Problem]:
+    """Models of a kind other than generate run on an engine of encoders, and torch-neuronx runs no others."""
+    model = case.model
+    if model.kind == "generate":
+        if case.engine == "torch-neuronx":
+            what = "the engine torch-neuronx does not serve kind generate"
+            kinds = joined([kind for kind in KINDS[1:] if case.works(kind=kind)], "or")
+            ways = [f"set kind: {kinds}"] if kinds else []
+            ways += [f"use {engines}"] if (engines := case.engines_of(*AUTO_ENGINES)) else []
+            hint = "; or ".join(ways) or "use an engine that generates text"
+            yield case.problem("kind-unsupported", ("engine",), what, hint)
+        return
+    if case.engine in (*ENGINES_OF_ENCODERS, "auto"):  # auto: hosts are unknown
+        return
+    what = f"the engine {case.engine} does not serve kind {model.kind}"
+    engines = case.engines_of(*ENGINES_OF_ENCODERS)
+    hint = f"use engine: {engines}" if engines else f"use an engine of encoders: {', '.join(ENGINES_OF_ENCODERS)}"
+    if case.family in EMBEDDING_DECODERS:
+        if case.engine == "nxd-inference":
+            what += ": its models return the logits or the id of the next token, not the hidden states of a text"
+        hint = "only cpu embeds with a decoder, and it is slow"
+        if case.works(engine="cpu"):
+            hint = "use engine: cpu, which is slow: no other engine embeds with a decoder"
+    if case.engine in ("server", "vllm"):
+        hint += "; or engine: server without kind, which forwards requests to its own /v1/embeddings"
+    yield case.problem("kind-unsupported", ("kind",), what, hint)
+
+
+def encoders_use_one_core(case: Case) -> Iterator[Problem]:
+    """A replica of an encoder is not divided among cores."""
+    model = case.model
+    if model.kind != "generate" and model.tp_degree != 1:
+        what = f"tp_degree {model.tp_degree} is not supported for kind {model.kind}: a replica uses one core"
+        yield case.problem("setting-unsupported", ("tp_degree",), what, "remove it, and set replicas")
+
+
+def family_is_traced(case: Case) -> Iterator[Problem]:
+    """torch-neuronx traces the encoder's family."""
+    model, family = case.model, case.family
+    if case.engine != "torch-neuronx" or model.kind == "generate" or family is None or family in TRACED_FAMILIES:
+        return
+    why = TRACED_REFUSED.get(family, "it is not an encoder")
+    what = f"the engine torch-neuronx does not serve {family}, the family of {model.name}: {why}"
+    hint = "use engine: cpu, which is slow, or another model" if case.works(engine="cpu") else "use another model"
+    yield case.problem("family-unsupported", ("engine",), what, hint)
+
+
+def traces_fit(case: Case) -> Iterator[Problem]:
+    """The lengths and the batch of traces fit those of the model: a trace holds no longer input."""
+    model = case.model
+    if case.engine != "torch-neuronx" or model.kind == "generate":
+        return
+    lengths = model.buckets.prefill
+    longest = model.length(case.checkpoint) if model.max_len is not None or case.checkpoint is not None else None
+    if lengths and longest is not None and lengths[-1] < longest:
+        what = f"buckets.prefill ends at {lengths[-1]}; its longest length must be max_len, {longest}"
+        where = ("buckets", "prefill", len(lengths) - 1)
+        yield case.problem("bad-buckets", where, what, f"add {longest}, or lower max_len")
+    batch = model.engine_options.get("compiled_batch")
+    if type(batch) is int and batch > model.max_batch:
+        what = f"engine_options.compiled_batch is {batch}, more than max_batch, {model.max_batch}"
+        yield case.problem("out-of-range", ("engine_options", "compiled_batch"), what, "raise max_batch, or lower it")
+
+
+ENGINE_RULES: tuple[Rule, ...] = (
+    engine_can_run,
+    engine_runs_here,
+    family_is_served,
+    heads_are_padded,
+    degree_is_the_engines,
+    engine_can_draft,
+    engine_can_quantize,
+    engine_can_share_heads,
+    tnx_computes_it,
+    window_is_kept,
+    engine_can_sample,
+    buckets_make_sense,
+    buckets_are_no_steps,
+    flags_are_free,
+    family_is_traced,
+    traces_fit,
+    engine_serves_the_kind,
+    encoders_use_one_core,
 )

@@ -20,7 +20,7 @@ from placements.facts.engines import (
     runs_on,
 )
 from placements.facts.plural import counted
-from placements.rules.case import Case, FieldRule
+from placements.rules.case import Case, Rule
 from placements.rules.options.judge import Scope, check_options
 from placements.spec.notation import is_path
 from placements.spec.problems import Problem
@@ -54,10 +54,6 @@ def options_fit_the_model(case: Case) -> Iterator[Problem]:
     if engine == "transformers-neuronx" and type(prompts) is int and prompts != case.model.max_batch:
         what = f"engine_options.prompt_batch_size is {prompts}; it must equal max_batch, {case.model.max_batch}"
         yield case.problem("out-of-range", ("engine_options", "prompt_batch_size"), what, "remove it")
-    if "on_device_sampling_config" in options and engine == "nxd-inference" and case.model.sampling == "host":
-        what = "engine_options.on_device_sampling_config has no effect: sampling is host"
-        path = ("engine_options", "on_device_sampling_config")
-        yield case.problem("setting-unsupported", path, what, "set sampling: device")
     yield from _device_top_k(case)
     yield from _layouts_of_llama(case)
     yield from _blocks(case)
@@ -82,20 +78,13 @@ def _layouts_of_llama(case: Case) -> Iterator[Problem]:
 
 
 def _blocks(case: Case) -> Iterator[Problem]:
-    """A prefix cache of NxD Inference fits the model's other fields, and its options are set only with it."""
+    """A prefix cache of NxD Inference fits the model's other fields."""
     model, options = case.model, case.model.engine_options
-    if case.engine != "nxd-inference":
-        return
-    if options.get("prefix_cache") is True:
+    if case.engine == "nxd-inference" and options.get("prefix_cache") is True:
         others = {"draft": model.draft, "quantize_kv": model.quantize_kv}
         length, prefill = model.length(case.checkpoint), model.buckets.prefill or ()
         for path, what, hint in kv_blocks.refusals(options, model.max_batch, length, prefill, others):
             yield case.problem("setting-unsupported", path, what, hint)
-        return
-    for name in kv_blocks.OPTIONS:
-        if options.get(name) is not None:
-            what = f"engine_options.{name} has no effect without a prefix cache"
-            yield case.problem("setting-unsupported", ("engine_options", name), what, "set prefix_cache: true, too")
 
 
 def _quantized_options(case: Case) -> Iterator[Problem]:
@@ -155,23 +144,7 @@ def _is_of(option: OptionRange | None, value: Any) -> bool:
     return isinstance(value, int if option.whole else int | float)
 
 
-OPTION_RULES: tuple[FieldRule, ...] = (
-    FieldRule(engine_options_are_known, frozenset({"engine", "engine_options"})),
-    FieldRule(
-        options_fit_the_model,
-        frozenset(
-            {
-                "engine",
-                "engine_options",
-                "max_batch",
-                "max_len",
-                "sampling",
-                "buckets",
-                "quantize",
-                "quantize_kv",
-                "draft",
-                "tp_degree",
-            }
-        ),
-    ),
+OPTION_RULES: tuple[Rule, ...] = (
+    engine_options_are_known,
+    options_fit_the_model,
 )

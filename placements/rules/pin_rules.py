@@ -11,7 +11,7 @@ from placements.facts.plural import counted, plural
 from placements.facts.topology import Host, Topology, alignment
 from placements.planner.free_cores import FreeCores
 from placements.planner.pins import assign
-from placements.rules.case import SIZES, Case, FieldRule, Fleet, core_list, on_each
+from placements.rules.case import Case, Fleet, Rule, core_list, on_each
 from placements.spec.notation import CorePin
 from placements.spec.problems import Problem
 from placements.spec.schema import Spec
@@ -19,7 +19,7 @@ from placements.spec.schema import Spec
 
 def pins_within_max(case: Case) -> Iterator[Problem]:
     """There are at most two pins for each replica: one to run on, one for its next revision."""
-    if _single_cores(case):
+    if _single_cores(case) or "cores" in case.model.broken:
         return  # reported by another rule
     pins, most = case.model.cores, 2 * case.model.replicas.max
     if len(pins) > most:
@@ -134,15 +134,15 @@ def pins_are_aligned(case: Case) -> Iterator[Problem]:
         yield case.problem("pin-misaligned", ("cores", i), what, hint)
 
 
-PIN_RULES: tuple[FieldRule, ...] = (
-    FieldRule(pins_within_max, frozenset({"replicas", "cores"})),
-    FieldRule(pins_have_effect, frozenset({"engine"})),
-    FieldRule(pins_on_known_hosts, frozenset()),
-    FieldRule(pins_inside_host, frozenset({"engine"})),
-    FieldRule(pins_off_reserved, frozenset({"engine"})),
-    FieldRule(pins_as_long_as_tp, frozenset({"engine", "tp_degree"})),
-    FieldRule(pins_have_their_degree, SIZES | {"allow_degrees"}),
-    FieldRule(pins_are_aligned, frozenset({"engine", "tp_degree"})),
+PIN_RULES: tuple[Rule, ...] = (
+    pins_within_max,
+    pins_have_effect,
+    pins_on_known_hosts,
+    pins_inside_host,
+    pins_off_reserved,
+    pins_as_long_as_tp,
+    pins_have_their_degree,
+    pins_are_aligned,
 )
 
 

@@ -5,24 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from placements.facts.server_commands import PLACEHOLDERS, container_in, placeholders
-from placements.rules.case import Case, FieldRule
+from placements.rules.case import Case, Rule
 from placements.spec.problems import Problem
-from placements.spec.schema import Buckets, Compiler, Spec
+from placements.spec.schema import Spec
 
 _STARTS_CONTAINER = "starts a container with {}, and containers are not supported yet"
 _NO_CONTAINER = "their processes are not the replica's, so their cores would not be free for certain; use a command"
-_NOT_ITS_OWN = "the command decides it: write it into server.command"
 
 
 def server_is_set(case: Case) -> Iterator[Problem]:
-    """``server`` is set for the engine server, and for no other."""
+    """``server`` is set for the engine server."""
     model = case.model
     if model.engine == "server" and model.server is None:
         what = f"{model.name} has no server, which the engine server runs"
         yield case.problem("missing-key", ("engine",), what, "add server: {command: [...], slots: 4}")
-    elif model.engine != "server" and model.server is not None:
-        what = f"server has no effect on the engine {model.engine}"
-        yield case.problem("setting-unsupported", ("server",), what, "set engine: server, or remove server")
 
 
 def command_can_be_run(case: Case) -> Iterator[Problem]:
@@ -55,25 +51,10 @@ def command_can_be_run(case: Case) -> Iterator[Problem]:
         yield case.problem("setting-unsupported", ("source",), what, "use {model} in server.command, or remove source")
 
 
-def server_decides(case: Case) -> Iterator[Problem]:
-    """Fields that only the command can decide are not set; slots are those of the server."""
+def slots_are_the_servers(case: Case) -> Iterator[Problem]:
+    """``max_batch`` is that of the server."""
     model = case.model
-    if model.engine != "server":
-        return
-    fields = {
-        "sampling": model.sampling != "host",
-        "buckets": model.buckets != Buckets(),
-        "fuse_qkv": model.fuse_qkv is not None,
-        "compiler": model.compiler != Compiler(),
-        "quantize_kv": model.quantize_kv is not None,
-        "quantize": model.quantize is not None,
-        "group_query_attention": model.group_query_attention is not None,
-        "engine_options": bool(model.engine_options),
-    }
-    for field in (field for field, is_set in fields.items() if is_set and field not in model.broken):
-        what = f"{field} has no effect on the engine server"
-        yield case.problem("setting-unsupported", (field,), what, _NOT_ITS_OWN)
-    if model.server is not None and model.max_batch != model.server.slots:
+    if model.engine == "server" and model.server is not None and model.max_batch != model.server.slots:
         what = f"max_batch is {model.max_batch}, but server.slots is {model.server.slots}"
         yield case.problem("setting-unsupported", ("max_batch",), what, "remove max_batch; slots takes its place")
 
@@ -105,8 +86,8 @@ def vllm_has_an_interpreter(spec: Spec) -> Iterator[Problem]:
         yield Problem("interpreter-unset", "warning", spec.where("models", names[0], "engine"), what, hint)
 
 
-SERVER_RULES: tuple[FieldRule, ...] = (
-    FieldRule(server_is_set, frozenset({"engine", "server"})),
-    FieldRule(command_can_be_run, frozenset({"engine", "server"})),
-    FieldRule(server_decides, frozenset({"engine", "server", "max_batch"})),
+SERVER_RULES: tuple[Rule, ...] = (
+    server_is_set,
+    command_can_be_run,
+    slots_are_the_servers,
 )

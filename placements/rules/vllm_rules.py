@@ -1,58 +1,41 @@
-"""Checks a model of the engine vllm against the releases of its Neuron plugin."""
+"""Checks a model of the engine vllm against the releases of its Neuron plugin, and LoRA adapters, which it serves."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from placements.facts.adapters import MODULES, RANKS, max_rank
 from placements.facts.vllm import (
     BLOCK_SIZE,
     KV_SHARE,
     LAST_FOR,
+    LORA_SINCE,
     MIN_KV_GIB,
-    VllmNeuron,
     blocks,
     hbm_share,
     version_of,
 )
-from placements.resources.vllm_release import release_on
-from placements.rules.case import SIZES, Case, FieldRule
+from placements.rules.case import Case, Objection, Rule
 from placements.rules.options.vllm_flags import check_flags
+from placements.spec.notation import is_path
 from placements.spec.problems import Problem
-from placements.spec.schema import Buckets, Compiler
-
-
-def releases(case: Case) -> list[VllmNeuron]:
-    """Returns the releases that the plan counts with; [] for other engines, and if vLLM runs on the CPU."""
-    planned = [release_on(case.spec, host) for host, _ in case.fleet.kinds] if case.engine == "vllm" else []
-    return list(dict.fromkeys(release for release in planned if release is not None))
 
 
 def flags_are_known(case: Case) -> Iterator[Problem]:
     """engine_options are flags of vLLM that corewright does not set itself."""
-    model, options = case.model, case.model.engine_options
+    options = case.model.engine_options
     if case.engine != "vllm":
         return
-    planned = releases(case)
+    planned = case.vllm_releases
     versions: list[tuple[str, str]] = [(release.vllm, release.plugin) for release in planned] or [("", "")]
     findings = [finding for vllm, plugin in versions for finding in check_flags(options, vllm, plugin)]
     for id, path, what, hint in {finding.path: finding for finding in findings}.values():
         yield case.problem(id, ("engine_options", *path), what, hint)
-    back_ends = {release.back_end for release in planned}
-    whole_slots = "nxd" in back_ends and options.get("prefix_cache") is not True
-    replaced = {
-        **dict.fromkeys(("block_size", "num_gpu_blocks_override"), (whole_slots, "prefix_cache is not true")),
-        "max_num_batched_tokens": ("neuron" in back_ends and model.buckets.prefill, "buckets.prefill determines it"),
-        "max_loras": (planned and not model.adapters, "there are no adapters"),
-    }
-    for name, (is_replaced, why) in replaced.items():
-        if name in options and is_replaced:
-            what = f"engine_options.{name} has no effect: {why}"
-            yield case.problem("setting-unsupported", ("engine_options", name), what, "remove it")
 
 
 def plugin_runs_here(case: Case) -> Iterator[Problem]:
     """The release of the plugin runs on the machines."""
-    for release in releases(case):
+    for release in case.vllm_releases:
         for place in case.machines:
             last = LAST_FOR.get(place)
             if last is None or version_of(release.plugin) <= version_of(last):
@@ -67,20 +50,20 @@ def plugin_runs_here(case: Case) -> Iterator[Problem]:
                 yield case.problem("engine-unsupported-here", where, what, hint, "warning")
 
 
-def why_no_draft(case: Case) -> str:
-    """Returns why no release has the draft's method and, after a bar, the hint; "" if one has it."""
+def objection_to_draft(case: Case) -> Objection | None:
+    """Returns why no release has the draft's method; None if one has it."""
     draft = case.model.draft
-    for release in releases(case):
+    for release in case.vllm_releases:
         if draft is not None and draft.method not in release.drafts:
-            methods = " or ".join(release.drafts)
-            return f"vllm-neuron {release.plugin} has no drafts by {draft.method} | set draft.method: {methods}"
-    return ""
+            hint = f"set draft.method: {' or '.join(release.drafts)}"
+            return Objection(f"vllm-neuron {release.plugin} has no drafts by {draft.method}", hint)
+    return None
 
 
 def weights_are_quantized(case: Case) -> Iterator[Problem]:
     """Each plugin quantizes weights and KV cache in its own way."""
     model = case.model
-    for release in releases(case):
+    for release in case.vllm_releases:
         if model.quantize is not None and release.back_end == "neuron":
             what = f"quantize has no effect on vllm-neuron {release.plugin}: the checkpoint decides it"
             yield case.problem("quantize-unsupported", ("quantize",), what, "use a quantized checkpoint")
@@ -96,27 +79,12 @@ def weights_are_quantized(case: Case) -> Iterator[Problem]:
             yield case.problem("quantize-unsupported", ("quantize_kv",), what, "set quantize_kv: fp8")
 
 
-def fields_reach_the_cpu(case: Case) -> Iterator[Problem]:
-    """On emulated hosts, fields for Neuron devices only determine the plan: vLLM on the CPU has none of them."""
-    model = case.model
-    fields = {
-        "quantize": model.quantize is not None,
-        "quantize_kv": model.quantize_kv is not None,
-        "buckets": model.buckets != Buckets(),
-        "sampling": model.sampling == "device",
-    }
-    if case.engine == "vllm" and any(host.emulated for host in case.all_hosts.hosts):
-        for field in [field for field, is_set in fields.items() if is_set and field not in model.broken]:
-            what = f"{field} has no effect on emulated hosts, where vLLM runs on the CPU"
-            yield case.problem("unused-on-cpu", (field,), what, "it is planned as for Neuron devices", "warning")
-
-
 def prefixes_are_cached(case: Case) -> Iterator[Problem]:
     """With prefix caching, the blocks hold all slots. On NxD Inference it needs more than one slot."""
     model, options = case.model, case.model.engine_options
     if options.get("prefix_cache") is not True:
         return
-    for release in [release for release in releases(case) if release.back_end == "nxd"]:
+    for release in [release for release in case.vllm_releases if release.back_end == "nxd"]:
         if model.max_batch == 1:
             what = f"vllm-neuron {release.plugin} gives wrong answers with prefix_cache and max_batch 1"
             hint = "raise max_batch, or remove prefix_cache"
@@ -137,7 +105,7 @@ def kv_fits_its_share(case: Case) -> Iterator[Problem]:
     not start with less than MIN_KV_GIB beside the weights."""
     need = case.memory()
     types = [topology for topology in case.fleet.types if case.has_degree(topology)]
-    if need is None or not types or not any(release.back_end == "neuron" for release in releases(case)):
+    if need is None or not types or not any(release.back_end == "neuron" for release in case.vllm_releases):
         return
     used, hbm = hbm_share(case.model.engine_options), max(topology.hbm_per_core_gib for topology in types)
     share, rest = used * KV_SHARE * hbm, used * hbm - (need.total - need.kv)
@@ -152,27 +120,9 @@ def kv_fits_its_share(case: Case) -> Iterator[Problem]:
         yield case.problem("hbm-exceeded", ("tp_degree",), what, "raise tp_degree, or use a smaller model")
 
 
-def settings_reach_vllm(case: Case) -> Iterator[Problem]:
-    """Fields that no flag of vLLM carries are not set."""
-    model, planned = case.model, releases(case)
-    unused = {}
-    if model.fuse_qkv is not None:
-        unused["fuse_qkv"] = "vLLM has no flag for it"
-    if model.compiler.workers is not None:
-        unused["compiler"] = "vLLM starts its compilers itself"
-    if any(release.back_end == "neuron" for release in planned):
-        if model.compiler != Compiler():
-            unused["compiler"] = "vllm-neuron has flags of its own, which others would replace and not extend"
-        if model.sampling == "device":
-            unused["sampling"] = "on_device_sampling_config of the option neuron_config decides it"
-    for field, why in unused.items() if case.engine == "vllm" else ():
-        what = f"{field} has no effect on the engine vllm here: {why}"
-        yield case.problem("setting-unsupported", (field,), what, "remove it")
-
-
 def buckets_are_the_plugins(case: Case) -> Iterator[Problem]:
     """The plugin "vLLM Neuron" compiles multiples of 128 tokens for its KV cache."""
-    if any(release.back_end == "neuron" for release in releases(case)):
+    if any(release.back_end == "neuron" for release in case.vllm_releases):
         longest = case.model.length(case.checkpoint)
         for i, length in enumerate(case.model.buckets.decode):
             if length < longest and length % 128 != 0:
@@ -180,14 +130,88 @@ def buckets_are_the_plugins(case: Case) -> Iterator[Problem]:
                 yield case.problem("bad-buckets", ("buckets", "decode", i), what, "use a multiple of 128")
 
 
-_ENGINE = frozenset({"engine"})
-VLLM_RULES: tuple[FieldRule, ...] = (
-    FieldRule(flags_are_known, _ENGINE | {"engine_options", "buckets", "adapters"}),
-    FieldRule(plugin_runs_here, _ENGINE),
-    FieldRule(weights_are_quantized, _ENGINE | {"quantize", "quantize_kv", "engine_options"}),
-    FieldRule(fields_reach_the_cpu, _ENGINE),
-    FieldRule(prefixes_are_cached, _ENGINE | {"max_batch", "max_len", "engine_options"}),
-    FieldRule(kv_fits_its_share, SIZES | {"quantize_kv"}),
-    FieldRule(settings_reach_vllm, _ENGINE | {"fuse_qkv", "compiler", "sampling"}),
-    FieldRule(buckets_are_the_plugins, _ENGINE | {"buckets", "max_len"}),
+# LoRA adapters
+
+
+def engine_serves_adapters(case: Case) -> Iterator[Problem]:
+    """Only vLLM serves adapters: on its CPU back end, and by the plugin on NxD Inference since 0.4."""
+    if not case.model.adapters:
+        return
+    if case.engine != "vllm":
+        what = f"the engine {case.engine} does not serve LoRA adapters"
+        hint = "use engine: vllm, or merge the adapter" if case.works(engine="vllm") else "merge the adapter"
+        yield case.problem("adapters-unsupported", ("adapters",), what, hint)
+    for release in case.vllm_releases:
+        if release.back_end == "neuron" or version_of(release.vllm) < LORA_SINCE:
+            what = f"vllm-neuron {release.plugin} does not serve LoRA adapters"
+            others = case.plugins_of("0.4", "0.5")
+            hint = f"set engines.vllm.plugin: {others}, or merge the adapter" if others else "merge the adapter"
+            yield case.problem("adapters-unsupported", ("adapters",), what, hint)
+
+
+def adapters_without_prefix_cache(case: Case) -> Iterator[Problem]:
+    """NxD Inference does not serve adapters together with a prefix cache."""
+    model, option = case.model, "prefix_cache"
+    caches = model.engine_options.get(option) is True
+    if model.adapters and caches and any(release.back_end == "nxd" for release in case.vllm_releases):
+        what = f"{option} is not supported together with LoRA adapters on NxD Inference"
+        yield case.problem("adapters-unsupported", ("adapters",), what, f"remove {option} or the adapters")
+
+
+def adapters_fit_the_server(case: Case) -> Iterator[Problem]:
+    """vLLM loads the adapters: their ranks and features."""
+    largest = case.model.engine_options.get("max_lora_rank")
+    if largest is not None and largest not in RANKS:
+        what = f"engine_options.max_lora_rank is {largest!r}; vLLM has {', '.join(map(str, RANKS))}"
+        yield case.problem("out-of-range", ("engine_options", "max_lora_rank"), what, "use one of them, or remove it")
+        largest = None
+    for name, adapter in case.adapters.items():
+        where, what = ("adapters", name), f'the adapter "{name}" has the rank {adapter.rank}'
+        if max_rank([adapter.rank]) is None:
+            what += f"; vLLM serves at most {RANKS[-1]}"
+            yield case.problem("adapter-unusable", where, what, "train an adapter of a smaller rank")
+        elif largest is not None and adapter.rank > largest:
+            what += f", above engine_options.max_lora_rank {largest}"
+            yield case.problem("adapter-unusable", where, what, f"set it to {max_rank([adapter.rank])}, or remove it")
+        if adapter.unsupported:
+            what = f'the adapter "{name}" uses {adapter.unsupported}, which vLLM does not support'
+            yield case.problem("adapter-unusable", where, what, "merge the adapter, or train one without it")
+
+
+def adapters_are_of_the_model(case: Case) -> Iterator[Problem]:
+    """The adapters were trained for this checkpoint, and change modules that it has."""
+    model, known = case.model, MODULES.get(case.family or "")
+    for name, adapter in case.adapters.items():
+        where, base = ("adapters", name), adapter.base
+        foreign = [module for module in adapter.modules if known and module.rpartition(".")[2] not in known]
+        if foreign:
+            what = f'the adapter "{name}" changes {", ".join(foreign)}, which a {case.family} does not have'
+            yield case.problem("adapter-unusable", where, what, "use an adapter of this model")
+        elif (
+            model.source_kind == "hub"
+            and base.count("/") == 1
+            and not is_path(base)
+            and _name(base) != _name(model.source)
+        ):
+            what = f'the adapter "{name}" was trained for {base}, not for {model.source}'
+            yield case.problem(
+                "adapter-of-another-model", where, what, "check that it is an adapter of this model", "warning"
+            )
+
+
+def _name(hub_id: str) -> str:
+    return hub_id.rpartition("/")[2].lower()
+
+
+VLLM_RULES: tuple[Rule, ...] = (
+    flags_are_known,
+    plugin_runs_here,
+    weights_are_quantized,
+    prefixes_are_cached,
+    kv_fits_its_share,
+    buckets_are_the_plugins,
+    engine_serves_adapters,
+    adapters_without_prefix_cache,
+    adapters_fit_the_server,
+    adapters_are_of_the_model,
 )

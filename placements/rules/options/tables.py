@@ -33,7 +33,9 @@ class ValueKind(Enum):
         """Returns whether the value is of the kind. A boolean is not a number, and NaN is none."""
         if isinstance(value, bool):
             return self in (ValueKind.BOOL, ValueKind.ANY) or (self is ValueKind.TRUE and value)
-        return isinstance(value, self.types) and not (self is ValueKind.FLOAT and math.isnan(value))
+        if self is ValueKind.FLOAT and isinstance(value, float) and math.isnan(value):
+            return False
+        return isinstance(value, self.types)
 
 
 class Option(NamedTuple):
