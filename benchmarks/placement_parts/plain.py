@@ -7,7 +7,7 @@ from benchmarks.placement_parts.rules import starts
 from placements.facts.core_range import CoreRange
 from placements.facts.topology import Host
 from placements.planner.plan import Placement
-from placements.resources.threads import threads
+from placements.resources.environ import threads
 
 
 def first_fit(problem: Arguments) -> list[Placement]:

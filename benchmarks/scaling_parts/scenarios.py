@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from orchestrator.simulate.scenario import Scenario, SimModel
-from placements.facts.machine import Machine
+from placements.facts.topology import Machine
 from placements.planner.spec_hosts import hosts_for
 from placements.resources.estimate import Speed
-from placements.spec.scaling import Objectives, Scaling
 from placements.spec.schema import HostsSpec, ModelSpec, Replicas, Spec
+from placements.spec.sections import Objectives, Scaling
 from workers.messages.encoder_protocol import EncoderSpec
 
 _MACHINE = Machine(tuple(range(8)))

@@ -21,8 +21,8 @@ from orchestrator.process.failure import Failed
 from orchestrator.revisions.resolved_revision import ResolvedRevision
 from orchestrator.sagemaker.model_folder import SPEC, Fields, read_folder, text_of
 from orchestrator.state.rollout_progress import failure_of
-from placements.facts.machine import Machine
 from placements.facts.plural import counted
+from placements.facts.topology import Machine
 from placements.spec.notation import NAME, unusable_path
 from placements.spec.schema import ModelSpec
 

@@ -48,13 +48,13 @@ from orchestrator.rollout.relocation import load_times, traffic
 from orchestrator.rollout.rollout_step import Goal, Situation, compute_goal
 from orchestrator.rollout.update_strategy import UpdateStrategy, choose_strategy
 from placements.explain.explain import explain as explain_placement
-from placements.explain.question import Question
+from placements.explain.explanation import Question
 from placements.facts.plural import counted
 from placements.facts.topology import Host
 from placements.planner.host_choice import HostChoice
-from placements.planner.host_groups import HostGroup
 from placements.planner.ledger import ledger
 from placements.planner.plan import Running, plan
+from placements.planner.spec_hosts import HostGroup
 from placements.resources.calibration import speed_rows
 from placements.spec.problems import Problem, has_errors
 

@@ -29,7 +29,6 @@ from placements.facts.engines import AUTO_ENGINES, NAMED_ENGINES, resolve
 from placements.facts.neuron_releases import sdk_of
 from placements.facts.plural import counted
 from placements.facts.vllm import VllmNeuron
-from placements.resources.vllm_release import release_on
 from placements.spec.problems import Problem
 from workers.engines import package_contract
 from workers.engines.package_contract import Drift
@@ -155,7 +154,7 @@ def _interpreters(file: SpecFile | None) -> list[InterpreterReading]:
 
 def _release(file: SpecFile | None) -> VllmNeuron | None:
     """Returns the release of vLLM's plugin that the spec's first host has."""
-    return None if file is None or file.spec is None or not file.hosts else release_on(file.spec, file.hosts[0])
+    return None if file is None or file.spec is None or not file.hosts else file.spec.vllm_release_on(file.hosts[0])
 
 
 def _needed(file: SpecFile | None) -> list[tuple[str | None, tuple[str, ...], str]]:

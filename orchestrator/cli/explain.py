@@ -23,7 +23,7 @@ from orchestrator.cli.plan_result import cores_text, move_lines, text_of
 from orchestrator.process.failure import Failed
 from orchestrator.revisions.spec_file import SpecFile, load
 from placements.explain.explain import explain
-from placements.explain.question import Question
+from placements.explain.explanation import Question
 
 MOST = 8  # replicas whose places are shown
 WIDTH = 80  # columns

@@ -16,7 +16,7 @@ from orchestrator.cli.output import say
 from orchestrator.process.home import Home
 from orchestrator.revisions.spec_file import this_machine
 from orchestrator.sagemaker.model_folder import HOLDS, SPEC, Fields, examined, problems_of, read_folder, text_of
-from placements.facts.machine import Machine
+from placements.facts.topology import Machine
 
 MODEL = Path("/opt/ml/model")
 EMPTY_HINT = f"{HOLDS}, or start without models: --multi-model"

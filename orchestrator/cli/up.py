@@ -30,8 +30,8 @@ from orchestrator.process.home import FleetRecord, Home
 from orchestrator.process.waiting_notice import WaitingNotice
 from orchestrator.revisions.spec_file import SpecFile, load, start_problems
 from placements.explain.core_map import core_map
-from placements.planner.host_groups import host_groups, kept_hosts
 from placements.planner.plan import Plan, plan
+from placements.planner.spec_hosts import host_groups, kept_hosts
 from placements.spec.problems import Problem, has_errors
 
 

@@ -11,8 +11,7 @@ from orchestrator.records.speed_record import SpeedRecord
 from orchestrator.revisions.resolved_revision import ResolvedRevision
 from orchestrator.state.fleet_state import FleetState
 from placements.facts.engines import Engine
-from placements.resources.calibration import MeasuredSpeed
-from placements.resources.measured_shape import shape_of
+from placements.resources.calibration import MeasuredSpeed, shape_of
 from placements.resources.measured_times import Times
 from placements.spec.schema import ModelSpec
 

@@ -12,7 +12,7 @@ from orchestrator.fleet.effects import actor_name
 from orchestrator.fleet.replica_states import AHEAD, State
 from orchestrator.process.awake_clock import AGAIN_S
 from placements.facts.core_range import CoreRange
-from placements.spec.lifecycle import Deadlines
+from placements.spec.sections import Deadlines
 from workers.artifacts.fetch.progress import FetchStatus
 from workers.messages.status import Phase, ReplicaStatus, ServerLoad
 

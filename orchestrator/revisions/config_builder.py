@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from orchestrator.revisions.resolved_revision import ResolvedRevision
     from placements.facts.engines import Engine
     from placements.planner.placement import Placement
-    from placements.spec.engine_settings import Server
     from placements.spec.schema import ModelSpec
+    from placements.spec.sections import Server
 
 
 def replica_config(

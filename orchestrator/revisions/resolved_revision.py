@@ -26,10 +26,8 @@ from orchestrator.rollout.changes import adapters_at_start, interpreters, versio
 from placements.facts.adapters import Adapter
 from placements.facts.checkpoints import Checkpoint
 from placements.facts.engines import Engine, resolve
-from placements.facts.machine import Machine
-from placements.facts.topology import Host
-from placements.planner.host_groups import HostGroup, host_groups
-from placements.planner.spec_hosts import hosts_for
+from placements.facts.topology import Host, Machine
+from placements.planner.spec_hosts import HostGroup, host_groups, hosts_for
 from placements.spec.notation import is_path
 from placements.spec.parse import parse
 from placements.spec.schema import ModelSpec, Spec

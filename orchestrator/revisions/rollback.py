@@ -11,7 +11,7 @@ import yaml
 from orchestrator.records.journal_records import Revision
 from orchestrator.revisions.resolved_revision import ResolvedRevision, resolve_revision
 from orchestrator.rollout.changes import interpreters
-from placements.facts.machine import Machine
+from placements.facts.topology import Machine
 from placements.planner.plan import plan
 from placements.rules.checks import check
 from placements.spec.parse import parse

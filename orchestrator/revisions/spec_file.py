@@ -16,8 +16,7 @@ from orchestrator.revisions.checkpoint_reader import CheckpointFacts, is_hub_sou
 from orchestrator.revisions.precompiled_checkpoint import precompiled_problems
 from placements.facts.checkpoints import Checkpoint
 from placements.facts.engines import resolve
-from placements.facts.machine import Machine
-from placements.facts.topology import Host
+from placements.facts.topology import Host, Machine
 from placements.planner.spec_hosts import hosts_for
 from placements.rules.checks import check
 from placements.spec.notation import unusable_path

@@ -13,7 +13,7 @@ from placements.facts.core_range import CoreRange, ranges
 from placements.facts.topology import Host
 from placements.planner.ledger import ledger
 from placements.planner.plan import Move, Placement, Plan, Running, Window, defragment
-from placements.resources.threads import threads
+from placements.resources.environ import threads
 from placements.spec.problems import Problem
 from placements.spec.schema import Spec
 

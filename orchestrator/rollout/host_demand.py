@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from orchestrator.rollout.rollout_step import Situation, compute_goal
 from placements.facts.topology import Host
 from placements.planner.host_choice import HostChoice, choose_hosts, spare_host
-from placements.planner.host_groups import HostGroup, kept_hosts
 from placements.planner.plan import Plan
+from placements.planner.spec_hosts import HostGroup, kept_hosts
 
 
 @dataclass(frozen=True)

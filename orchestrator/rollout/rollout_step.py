@@ -24,8 +24,8 @@ from placements.facts.checkpoints import Checkpoint
 from placements.facts.core_range import CoreRange
 from placements.facts.topology import Host
 from placements.planner.plan import Placement, Plan, Running, plan
-from placements.spec.lifecycle import Strategy
 from placements.spec.schema import ModelSpec, Spec
+from placements.spec.sections import Strategy
 
 
 @dataclass(frozen=True)

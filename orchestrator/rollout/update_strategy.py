@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from orchestrator.fleet.replica_states import State
 from orchestrator.rollout.rollout_step import DesiredModel, Situation, compute_goal
 from placements.facts.plural import plural
-from placements.spec.lifecycle import Strategy
 from placements.spec.notation import CorePin
+from placements.spec.sections import Strategy
 
 END_S = 2.0
 """From the last answer of a replica until its cores are free, on Neuron devices: kill and confirmation of death."""

@@ -15,8 +15,7 @@ import yaml
 
 from orchestrator.process.failure import Failed
 from orchestrator.revisions.spec_file import SpecFile, examine
-from placements.facts.machine import Machine
-from placements.facts.topology import DEGREES, TOPOLOGIES
+from placements.facts.topology import DEGREES, TOPOLOGIES, Machine
 from placements.lmi.importing import LOADED, LmiModel, import_lmi
 from placements.lmi.settings import LmiSetting, UnreadableSettings, read_environment, read_properties
 from placements.planner.plan import plan

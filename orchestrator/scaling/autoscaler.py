@@ -14,10 +14,10 @@ from types import MappingProxyType
 from orchestrator.scaling.forecast import History, Load
 from orchestrator.scaling.service_capacity import RULES, EncoderCapacity, ServiceCapacity
 from placements.facts.plural import counted
+from placements.planner.board import Tenant
 from placements.planner.capacity import Capacity, Need, Place, Vacancy
 from placements.planner.host_pool import HostPool
-from placements.planner.tenants import Tenant
-from placements.spec.scaling import Objectives
+from placements.spec.sections import Objectives
 
 __all__ = ["FleetNow", "History", "Load", "ModelNow", "Targets", "autoscale"]
 

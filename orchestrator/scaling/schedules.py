@@ -11,8 +11,8 @@ from zoneinfo import ZoneInfo
 
 from cronsim import CronSim
 
-from placements.spec.scaling import Schedule
 from placements.spec.schema import ModelSpec, Replicas
+from placements.spec.sections import Schedule
 
 TWICE_S = 7200
 """More than the largest backward step of any zone's clock."""

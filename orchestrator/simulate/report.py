@@ -11,8 +11,7 @@ from orchestrator.process.text_table import columns, three_digits
 from orchestrator.simulate.run import Outcome
 from orchestrator.simulate.scenario import DEFAULT_OBJECTIVES, SimModel
 from orchestrator.simulate.simulated_fleet import Change, SimulatedPhase
-from placements.planner.host_groups import host_groups, least_hosts
-from placements.planner.spec_hosts import prices
+from placements.planner.spec_hosts import host_groups, least_hosts, prices
 
 BINS = 60  # columns of the core timeline
 MOST_DECISIONS = 1000  # the last ones, in the JSON

@@ -14,14 +14,13 @@ from orchestrator.revisions.spec_file import SpecFile
 from placements.facts.checkpoints import Checkpoint
 from placements.facts.encoders import traced_batch, traced_lengths
 from placements.facts.engines import HOST_ENGINES, SHORTEST_BUCKET, Engine, resolve, takes_cores
-from placements.facts.machine import Machine
-from placements.facts.topology import Host
+from placements.facts.topology import Host, Machine
 from placements.planner.spec_hosts import DEFAULT_EMULATION, hosts_for
 from placements.resources.calibration import MeasuredSpeed, calibrated
 from placements.resources.estimate import Speed
 from placements.spec.problems import Problem, has_errors
-from placements.spec.scaling import Objectives
 from placements.spec.schema import HostsSpec, ModelSpec, Spec
+from placements.spec.sections import Objectives
 from workers.batching.buckets import default_prefill_buckets, ladder
 from workers.batching.encode_queue import SLOTS_PER_ROW
 from workers.messages.encoder_protocol import EncoderSpec

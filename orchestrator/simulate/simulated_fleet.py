@@ -15,9 +15,9 @@ from orchestrator.simulate.simulated_replica import SimEncoder, SimReplica
 from orchestrator.simulate.virtual_clock import Clock
 from placements.facts.topology import Host
 from placements.planner.host_choice import choose_hosts, spare_host
-from placements.planner.host_groups import host_groups, least_hosts
 from placements.planner.placement import Placement
 from placements.planner.plan import Plan, plan
+from placements.planner.spec_hosts import host_groups, least_hosts
 
 
 class SimulatedPhase(Enum):

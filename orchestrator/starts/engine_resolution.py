@@ -13,7 +13,6 @@ from orchestrator.process.version import corewright_version
 from orchestrator.revisions.resolved_revision import ResolvedRevision
 from placements.facts.engines import AUTO_ENGINES, PACKAGES, SERVER_ENGINES, Engine, NoEngine, choose_engine
 from placements.facts.tnx_families import MISREAD_HINT
-from placements.resources.vllm_release import release_on
 from workers.host.interpreter import Interpreter, refusal
 from workers.host.vllm_interpreter import vllm_refusal
 from workers.messages.replica_config import ReplicaConfig
@@ -48,7 +47,7 @@ async def resolve_engine(config: ReplicaConfig, generation: ResolvedRevision, ho
     if config.engine == "vllm":
         interpreter = await hosts.interpreter(config.server_python, config.host)
         host = next(host for host in generation.hosts if host.name == config.host)
-        return vllm_refusal(interpreter, release_on(generation.spec, host)) or config
+        return vllm_refusal(interpreter, generation.spec.vllm_release_on(host)) or config
     return config
 
 

@@ -40,9 +40,9 @@ from orchestrator.state.replica_counts import ReplicaCounts
 from orchestrator.state.shared_compiles import SharedCompiles
 from orchestrator.state.start_times import StartTimes, phases_again
 from placements.facts.topology import Host
-from placements.spec.lifecycle import Deadlines
 from placements.spec.problems import Problem
 from placements.spec.schema import ModelSpec
+from placements.spec.sections import Deadlines
 from workers.artifacts.fetch.progress import FetchStatus
 from workers.messages.replica_config import ReplicaConfig
 

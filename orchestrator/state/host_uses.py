@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from orchestrator.fleet.host_timing import START_S
 from orchestrator.records.journal_records import HostUse
 from orchestrator.state.record_writer import RecordWriter
-from placements.planner.host_groups import HostGroup, kept_hosts
 from placements.planner.placement import Placement
+from placements.planner.spec_hosts import HostGroup, kept_hosts
 
 LATE = 3.0  # a machine is late after this many start times
 LEAST_LATE_S = 900.0

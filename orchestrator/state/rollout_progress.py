@@ -16,7 +16,7 @@ from orchestrator.revisions.resolved_revision import ResolvedRevision
 from orchestrator.revisions.rollback import revert_changes
 from orchestrator.rollout.rollout_step import ModelStep, compute_goal
 from orchestrator.state.fleet_state import FleetState
-from placements.facts.machine import Machine
+from placements.facts.topology import Machine
 from placements.spec.schema import ModelSpec
 
 Outcome = Literal["progressing", "paused", "canary", "complete", "failed", "rolled_back"]

@@ -8,8 +8,15 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter, itemgetter
 
-from placements.explain.explanation import Constraint, ExplainedPlacement, Explanation
-from placements.explain.question import Question, changed, place_text, without
+from placements.explain.explanation import (
+    Constraint,
+    ExplainedPlacement,
+    Explanation,
+    Question,
+    changed,
+    place_text,
+    without,
+)
 from placements.explain.remedies import remedies
 from placements.facts.core_range import CoreRange, ranges
 from placements.facts.engines import may_run, resolve, runs_on
@@ -17,8 +24,8 @@ from placements.facts.plural import counted
 from placements.facts.topology import DEGREES, Host, alignment
 from placements.planner.plan import Placement, Running, Unplaced, plan
 from placements.planner.replica_demand import demands, kinds_of, suits
+from placements.resources.environ import arithmetic
 from placements.resources.memory import estimate, usable_hbm
-from placements.resources.threads import arithmetic
 from placements.rules.checks import check
 from placements.spec.problems import Problem
 from placements.spec.schema import ModelSpec, Spec

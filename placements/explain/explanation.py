@@ -1,12 +1,136 @@
-"""The explanation of a model's placement: places with their reasons, unmet and met demands, suggestions."""
+"""The question why a model is placed as it is, the changes that are tried to answer it, and its explanation."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal
 
-from placements.explain.question import Suggestion
-from placements.planner.plan import Placement
+from placements.facts.checkpoints import Checkpoint
+from placements.facts.core_range import CoreRange
+from placements.facts.engines import takes_cores
+from placements.facts.plural import plural
+from placements.facts.topology import Host
+from placements.planner.plan import Placement, Plan, Running, plan
+from placements.spec.schema import ModelSpec, Spec
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Changed arguments of `check` and `plan`, and the change in words."""
+
+    id: str  # the kind of change
+    change: str  # what to do, in words
+    spec: Spec
+    hosts: tuple[Host, ...]
+    wanted: Mapping[str, int]
+    blocked: Mapping[str, frozenset[int]]
+    moves: int = 0
+    losers: frozenset[str] = frozenset()  # models that lose replicas by the change itself
+
+    def and_then(self, other: Trial) -> Trial:
+        """Returns the combination with ``other``, which was derived from this trial."""
+        return replace(other, id=f"{self.id}+{other.id}", change=f"{self.change}, and {other.change}")
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """A change that gives the model its replicas, with the resulting plan."""
+
+    trial: Trial
+    plan: Plan
+    gives: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the JSON of `explain -o json`."""
+        return {
+            "id": self.trial.id,
+            "change": self.trial.change,
+            "gives": self.gives,
+            "moves": [move.as_dict() for move in self.plan.moves],
+        }
+
+
+@dataclass(frozen=True)
+class Question:
+    """The model to explain with all inputs of the planner, and the plan without changes.
+
+    `explain.explain` takes one whose last two fields are not known, with the whole spec and any ``wanted``.
+    """
+
+    model: ModelSpec
+    spec: Spec  # for `remedies` without other models that have errors: those run nowhere
+    hosts: tuple[Host, ...]
+    checkpoints: Mapping[str, Checkpoint] = field(default_factory=dict)
+    drafts: Mapping[str, Checkpoint] = field(default_factory=dict)
+    running: tuple[Running, ...] = ()
+    wanted: Mapping[str, int] = field(default_factory=dict)  # for `remedies` of this never 0
+    blocked: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    cordoned: Mapping[str, frozenset[int]] = field(  # the part of ``blocked`` that an operator can give back
+        default_factory=dict
+    )
+    wrong: bool = False  # the model's part of the spec has errors, so that nothing of it is placed
+    tolerated: frozenset[tuple[str, str]] = frozenset()  # (id, what) of errors elsewhere
+    absent: tuple[Host, ...] = ()  # further hosts of the spec, whose machines do not exist now
+
+    @property
+    def target(self) -> int:
+        """The number of replicas to plan for."""
+        return self.wanted[self.model.name]
+
+    @cached_property
+    def drawn(self) -> Plan:
+        return plan(self.spec, self.hosts, self.checkpoints, self.running, self.wanted, self.blocked)
+
+    @cached_property
+    def placed(self) -> tuple[Placement, ...]:
+        """The placements of this model."""
+        return tuple(placement for placement in self.drawn.placements if placement.model == self.model.name)
+
+    @cached_property
+    def own_hosts(self) -> tuple[Host, ...]:
+        """The hosts where the model uses cores."""
+        return tuple(host for host in self.hosts if takes_cores(self.model.engine, host))
+
+    def unusable(self, host: Host) -> frozenset[int]:
+        """Returns the reserved and the blocked cores of a host."""
+        return host.reserved_cores | self.blocked.get(host.name, frozenset())
+
+    @cached_property
+    def kinds(self) -> tuple[Host, ...]:
+        """One host of each type where the model uses cores, machine or not."""
+        kinds: dict[object, Host] = {}
+        for host in (*self.own_hosts, *(host for host in self.absent if takes_cores(self.model.engine, host))):
+            kinds.setdefault((host.topology, host.emulated, len(host.usable_cpus), host.memory_gib), host)
+        return tuple(kinds.values())
+
+
+def without(spec: Spec, name: str) -> Spec:
+    return spec.model_copy(update={"models": tuple(model for model in spec.models if model.name != name)})
+
+
+def changed(spec: Spec, name: str, fields: Mapping[str, object]) -> Spec:
+    """Returns the spec with other fields of one model."""
+    models = (model.model_copy(update=dict(fields)) if model.name == name else model for model in spec.models)
+    return spec.model_copy(update={"models": tuple(models)})
+
+
+def spots(placements: Iterable[Placement]) -> Iterator[str]:
+    """Yields each host with the cores of its placements: "inf2.48xlarge/0 cores 0-7, 8-15"."""
+    on_host: dict[str, list[CoreRange | None]] = {}
+    for placement in placements:
+        on_host.setdefault(placement.host, []).append(placement.cores)
+    for host, core_ranges in on_host.items():
+        text = place_text(host, core_ranges[0])
+        yield ", ".join([text, *(str(cores) for cores in core_ranges[1:] if cores is not None)])
+
+
+def place_text(host: str, cores: CoreRange | None) -> str:
+    """Returns, for example, "inf2.48xlarge/0 cores 0-7"."""
+    if cores is None:
+        return host
+    return f"{host} {plural(len(cores), 'core')} {cores}"
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import replace
 
-from placements.explain.question import Question, Trial
+from placements.explain.explanation import Question, Trial
 from placements.facts.core_range import CoreRange
 from placements.facts.topology import TOPOLOGIES, Host, Topology, alignment
 from placements.planner.spec_hosts import default_reserve

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from placements.explain.explanation import Question, Suggestion, Trial, changed, place_text, spots
 from placements.explain.other_places import MOST_HOSTS, near_pins, new_host, with_hosts
-from placements.explain.question import Question, Suggestion, Trial, changed, place_text, spots
-from placements.explain.tried_numbers import doubling, greatest
 from placements.facts.engines import resolve, runs_on
 from placements.facts.plural import counted
 from placements.facts.topology import DEGREES, TOPOLOGIES, Host
@@ -18,7 +18,6 @@ from placements.planner.plan import Plan, plan
 from placements.planner.replica_demand import suits
 from placements.resources.host_memory import host_memory
 from placements.resources.memory import estimate, fits, usable_hbm
-from placements.resources.vllm_release import release_on
 from placements.rules.checks import check
 from placements.spec.notation import CorePin
 from placements.spec.schema import ModelSpec, Replicas, Spread
@@ -348,7 +347,7 @@ class _RemedySearch:
         engine = resolve(model.engine, host, model.kind)
         if host.topology is not None and not fits(estimate(model, checkpoint, engine, draft), host.topology):
             return False
-        release = release_on(self._question.spec, host)
+        release = self._question.spec.vllm_release_on(host)
         return host.memory_gib is None or host_memory(model, checkpoint, engine, draft, release).load <= host.memory_gib
 
     def _memory_short(self, model: ModelSpec) -> list[Host]:
@@ -498,3 +497,19 @@ class _RemedySearch:
         total = sum(host.cores - len(question.unusable(host)) for host in question.own_hosts)
         taken = sum(len(placement.cores or ()) for placement in question.drawn.placements)
         return max(1, (question.target - len(question.placed)) * self._model.tp_degree - (total - taken))
+
+
+def greatest(most: int, works: Callable[[int], bool]) -> int:
+    """Returns the greatest number up to ``most`` that works if all smaller ones do; 0 if there is none."""
+    return bisect_left(range(1, most + 1), True, key=lambda number: not works(number))
+
+
+def doubling(least: int, most: int) -> Iterator[int]:
+    """Yields numbers from ``least`` to ``most`` with doubling steps: 3, 4, 6, 10, ..."""
+    step, number = 1, max(1, least)
+    while number < most:
+        yield number
+        number += step
+        step *= 2
+    if most > 0:
+        yield most

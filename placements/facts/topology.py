@@ -1,4 +1,4 @@
-"""Instance types, tensor-parallel degrees and alignments, each with its source, and the hosts of a fleet."""
+"""Instance types, degrees and alignments, each with its source; the hosts of a fleet, and the machine of a command."""
 
 from __future__ import annotations
 
@@ -148,3 +148,13 @@ class Host:
     def usable_cpus(self) -> tuple[int, ...]:
         """The CPUs available to replicas."""
         return self.cpus[max(0, self.reserve_vcpus) :]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The machine that the command runs on, as observed by the caller."""
+
+    cpus: tuple[int, ...]  # ids of the CPUs this process may use, ascending
+    instance: str | None = None  # instance type when it has Neuron devices
+    joined: bool = False  # a Ray cluster was joined: each host is a machine of its own, emulated ones with these CPUs
+    devices: tuple[int, ...] | None = None  # n of its /dev/neuron<n>, which a container may have some of; None: all

@@ -1,11 +1,141 @@
-"""The hosts and their tenants while a plan is made: places, moves and undo."""
+"""The hosts and their tenants while a plan is made: demands, places, moves and undo."""
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from placements.planner.host_index import HostIndex
-from placements.planner.tenants import Space, Tenant
+from placements.planner.grid import Grid
+from placements.planner.placement import Running
+
+NEVER = float("inf")
+"""An infinite price or supply."""
+
+Grade = tuple[int, bool, bool]
+"""(-priority, beyond ``min``, not running). A tenant never displaces a tenant with a smaller grade."""
+
+
+@dataclass(eq=False, slots=True)
+class Tenant:
+    """A replica that holds or needs a range."""
+
+    model: int  # order in the spec
+    replica: int
+    size: int  # cores
+    grade: Grade  # lower is more important
+    demand: Demand
+    cost: float = 1.0  # of moving it
+    home: int = -1  # the host where it runs; -1: it does not run, or a higher grade displaced it
+    home_first: int = -1
+    fixed: bool = False  # never moved: a pin
+    host: int = -1  # its place; -1: none
+    first: int = -1
+    at_home: bool = False  # its place is where it runs
+    ran: Running | None = None  # as observed before planning
+
+    @property
+    def mask(self) -> int:
+        """The tenant's cores."""
+        return ((1 << self.size) - 1) << self.first
+
+
+class Demand(NamedTuple):
+    """What each replica of one model needs of a host."""
+
+    model: int
+    size: int
+    kinds: frozenset[int]  # kinds of host that can hold one
+    memory: tuple[float, ...] = ()  # GiB by kind of host; (): not counted
+    cpus: tuple[int, ...] = ()  # threads by kind of host; (): not counted
+    insists: bool = False  # on a CPU for each thread; other threads share CPUs
+    most: int = 0  # replicas on one host; 0: any number
+
+    @property
+    def plain(self) -> bool:
+        """Returns whether it needs only cores of a suitable host."""
+        return not (self.memory or self.insists or self.most)
+
+
+@dataclass(eq=False, slots=True)
+class Space:
+    """The free resources and the tenants of one host."""
+
+    kind: int
+    grid: Grid
+    free: int
+    allowed: int  # cores that may become free: neither reserved nor quarantined
+    idle: int = 0  # cores of unused pins
+    memory: float = NEVER
+    cpus: float = NEVER
+    tenants: list[Tenant] = field(default_factory=list)
+
+    def count(self, model: int) -> int:
+        """Returns the number of replicas of a model."""
+        return [tenant.model for tenant in self.tenants].count(model)
+
+
+Rank = tuple[float, ...]
+
+
+class HostIndex:
+    """Hosts ordered by a rank. The ranks of ``changed`` hosts are recomputed on the next query."""
+
+    def __init__(self, hosts: Sequence[int], rank: Callable[[int], Rank | None]) -> None:
+        self._rank = rank
+        self._current: dict[int, Rank | None] = {}
+        self._heap: list[tuple[Rank, int]] = []
+        for host in hosts:
+            value = self._current[host] = rank(host)
+            if value is not None:
+                self._heap.append((value, host))
+        heapq.heapify(self._heap)
+        self.changed: set[int] = set()
+
+    def _refresh(self) -> None:
+        for host in self.changed:
+            if host in self._current:
+                rank = self._rank(host)
+                if rank != self._current[host]:
+                    self._current[host] = rank
+                    if rank is not None:
+                        heapq.heappush(self._heap, (rank, host))
+        self.changed.clear()
+
+    def __len__(self) -> int:
+        """Returns the number of hosts that have a rank."""
+        self._refresh()
+        return sum(rank is not None for rank in self._current.values())
+
+    def first(self) -> tuple[Rank, int] | None:
+        """Returns the rank and number of the best host."""
+        self._refresh()
+        heap = self._heap
+        while heap and self._current[heap[0][1]] != heap[0][0]:
+            heapq.heappop(heap)
+        return heap[0] if heap else None
+
+    def ranked(self, most: int, usable: Callable[[int], bool] | None = None) -> list[tuple[Rank, int]]:
+        """Returns the best ``most`` hosts that are ``usable``, best first."""
+        if most == 1 and usable is None:
+            top = self.first()
+            return [] if top is None else [top]
+        best: list[tuple[Rank, int]] = []
+        popped: list[tuple[Rank, int]] = []
+        while len(best) < most:
+            top = self.first()
+            if top is None:
+                break
+            heapq.heappop(self._heap)
+            popped.append(top)
+            self._current[top[1]] = None  # so that a second, stale entry of the host is dropped
+            if usable is None or usable(top[1]):
+                best.append(top)
+        for entry in popped:
+            self._current[entry[1]] = entry[0]
+            heapq.heappush(self._heap, entry)
+        return best
 
 
 class Board:

@@ -9,11 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from placements.facts.checkpoints import Checkpoint
-from placements.planner.free_cores import bits
+from placements.planner.board import Demand, Space, Tenant
 from placements.planner.host_pool import HostPool
 from placements.planner.packer import Packer
+from placements.planner.pins import bits
 from placements.planner.replica_demand import coreless_kinds, demands
-from placements.planner.tenants import Demand, Space, Tenant
 from placements.spec.notation import CorePin
 from placements.spec.schema import Spec
 

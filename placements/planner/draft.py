@@ -10,17 +10,15 @@ from operator import attrgetter, itemgetter
 
 from placements.facts.checkpoints import Checkpoint
 from placements.facts.core_range import CoreRange
-from placements.planner.free_cores import FreeCores, bits
+from placements.planner.board import Demand, Grade, Tenant
 from placements.planner.host_pool import HostPool
-from placements.planner.locality import prefer_holders
 from placements.planner.packer import Packer
-from placements.planner.pins import assign
+from placements.planner.pins import FreeCores, assign, bits
 from placements.planner.placement import Move, Placement, Running, Unplaced
-from placements.planner.refine import move_fewer, serve_more
+from placements.planner.refine import move_fewer, prefer_holders, serve_more
 from placements.planner.refusals import PlacementRefusal, Refusals
 from placements.planner.replica_demand import coreless_kinds, demands
-from placements.planner.tenants import Demand, Grade, Tenant
-from placements.resources.threads import threads
+from placements.resources.environ import threads
 from placements.spec.notation import CorePin
 from placements.spec.problems import Problem
 from placements.spec.schema import ModelSpec, Spec

@@ -6,11 +6,9 @@ import heapq
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from placements.planner.board import Board
+from placements.planner.board import NEVER, Board, HostIndex, Rank, Tenant
 from placements.planner.free_ranges import FreeRanges
 from placements.planner.grid import Grid, windows
-from placements.planner.host_index import HostIndex, Rank
-from placements.planner.tenants import NEVER, Tenant
 
 LARGE = 300
 """Number of hosts beyond which only ranges of the grid are emptied: there are enough to choose from."""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from placements.planner.board import Board
+from placements.planner.board import Board, HostIndex, Rank, Tenant
 from placements.planner.grid import windows
-from placements.planner.host_index import HostIndex, Rank
-from placements.planner.tenants import Tenant
 
 MOST_OWN = 24
 """Models with their own index of free ranges, because hosts lack memory or CPUs for them or spread excludes hosts."""

@@ -10,8 +10,8 @@ from typing import Any
 
 from placements.facts.checkpoints import Checkpoint
 from placements.facts.topology import Host
-from placements.planner.host_groups import HostGroup, host_groups, kept_hosts, least_hosts
 from placements.planner.plan import Plan, plan
+from placements.planner.spec_hosts import HostGroup, host_groups, kept_hosts, least_hosts
 from placements.spec.schema import Spec
 
 MOST_PLANS = 64

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 
 from placements.facts.topology import Host
-from placements.planner.free_cores import FreeCores, bits
+from placements.planner.board import NEVER, Space
 from placements.planner.grid import Grid, grid_of
+from placements.planner.pins import FreeCores, bits
 from placements.planner.replica_demand import kinds_of
-from placements.planner.tenants import NEVER, Space
 from placements.spec.notation import CorePin
 
 

@@ -12,10 +12,9 @@ from placements.facts.engines import Engine, resolve
 from placements.facts.topology import Host, Topology
 from placements.planner.plan import Plan
 from placements.planner.replica_demand import suits
+from placements.resources.environ import arithmetic, threads
 from placements.resources.host_memory import HostMemory, host_memory
 from placements.resources.memory import MemoryEstimate, estimate, usable_hbm
-from placements.resources.threads import arithmetic, threads
-from placements.resources.vllm_release import release_on
 from placements.spec.schema import ModelSpec, Spec
 
 
@@ -161,6 +160,6 @@ def _needs(
                 continue
             engine = resolve(model.engine, host, model.kind)
             need = estimate(model, checkpoint, engine, draft)
-            memory = host_memory(model, checkpoint, engine, draft, release_on(spec, host))
+            memory = host_memory(model, checkpoint, engine, draft, spec.vllm_release_on(host))
             needs[model.name, topology] = ModelMemory(model.name, engine, topology, need, memory)
     return needs

@@ -17,10 +17,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from placements.planner.board import Board
+from placements.planner.board import Board, Grade, Space, Tenant
 from placements.planner.eviction_prices import EvictionPrices
 from placements.planner.free_ranges import FreeRanges
-from placements.planner.tenants import Grade, Space, Tenant
 
 TRIES = (24, 6, 3, 2, 1)
 """Hosts whose cheapest range is tried: for a tenant, for the tenants that it evicts, for those that they evict, ..."""

@@ -1,11 +1,44 @@
-"""Assigns a host to each pin: the host that it names, or any host where its cores are free."""
+"""The free cores of a host as a bit mask, and the host of each pin: the one that it names, or any with free cores."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
-from placements.planner.free_cores import FreeCores
+from placements.facts.core_range import CoreRange
+from placements.facts.topology import Host
 from placements.spec.notation import CorePin
+
+
+class FreeCores(NamedTuple):
+    """The free cores of a host: bit i of ``mask`` stands for core i."""
+
+    cores: int
+    mask: int
+
+    @classmethod
+    def of(cls, host: Host, taken: Iterable[int] = ()) -> FreeCores:
+        """Returns the cores of a host that are neither reserved nor ``taken``."""
+        mask = (1 << host.cores) - 1
+        for core in (*host.reserved_cores, *taken):
+            if 0 <= core < host.cores:
+                mask &= ~(1 << core)
+        return cls(host.cores, mask)
+
+    def without(self, cores: CoreRange) -> FreeCores:
+        """Returns a copy in which ``cores`` are not free."""
+        return self._replace(mask=self.mask & ~bits(cores))
+
+    def holds(self, cores: CoreRange) -> bool:
+        """Returns whether all of ``cores`` are free."""
+        mask = bits(cores)
+        return cores.last < self.cores and self.mask & mask == mask
+
+
+def bits(cores: CoreRange) -> int:
+    """Returns the mask with these cores set."""
+    return ((1 << len(cores)) - 1) << cores.first
+
 
 SEARCH_STEPS = 2_000
 

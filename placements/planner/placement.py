@@ -8,8 +8,7 @@ from typing import Any
 from placements.facts.core_range import CoreRange
 from placements.facts.engines import resolve
 from placements.facts.topology import Host
-from placements.resources.environ import compiling, environment
-from placements.resources.threads import cpu_mask
+from placements.resources.environ import compiling, cpu_mask, environment
 from placements.spec.problems import Problem, has_errors
 from placements.spec.schema import ModelSpec
 

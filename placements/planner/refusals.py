@@ -9,11 +9,11 @@ from typing import NamedTuple
 from placements.facts.core_range import CoreRange, contiguous
 from placements.facts.plural import counted
 from placements.facts.topology import alignment
-from placements.planner.free_cores import bits
+from placements.planner.board import NEVER, Tenant
 from placements.planner.grid import windows
 from placements.planner.host_pool import HostPool
-from placements.planner.tenants import NEVER, Tenant
-from placements.resources.threads import threads
+from placements.planner.pins import bits
+from placements.resources.environ import threads
 from placements.spec.notation import CorePin
 from placements.spec.schema import Spec
 

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from placements.facts.checkpoints import Checkpoint
 from placements.facts.engines import may_run, needs_neuron, resolve, takes_cores
 from placements.facts.topology import Host, Topology, degree
-from placements.planner.tenants import Demand
+from placements.planner.board import Demand
+from placements.resources.environ import threads
 from placements.resources.host_memory import host_memory
 from placements.resources.memory import estimate, fits
-from placements.resources.threads import threads
-from placements.resources.vllm_release import release_on
 from placements.spec.schema import ModelSpec, Spec
 
 
@@ -98,4 +97,6 @@ def _host_memory(spec: Spec, model: ModelSpec, host: Host, checkpoint: Checkpoin
         return model.host_memory_gib
     if checkpoint is None:
         return 0.0
-    return host_memory(model, checkpoint, resolve(model.engine, host, model.kind), release=release_on(spec, host)).load
+    return host_memory(
+        model, checkpoint, resolve(model.engine, host, model.kind), release=spec.vllm_release_on(host)
+    ).load

@@ -18,11 +18,9 @@ from placements.facts.topology import Host, Topology, degree
 from placements.facts.vllm import PluginRelease, VllmNeuron
 from placements.planner.replica_demand import has_degree, suits
 from placements.resources.memory import MemoryEstimate, estimate, fits
-from placements.resources.vllm_release import release_on
-from placements.spec.engine_settings import EngineSettings
-from placements.spec.problems import Problem, Severity
+from placements.spec.problems import Path, Problem, Severity
 from placements.spec.schema import ModelSpec, Spec
-from placements.spec.source_positions import Path
+from placements.spec.sections import EngineSettings
 
 
 @dataclass(frozen=True)
@@ -187,7 +185,7 @@ class Case:
     @cached_property
     def vllm_releases(self) -> tuple[VllmNeuron, ...]:
         """The releases of vllm-neuron that the plan counts with; () for other engines, and if vLLM runs on the CPU."""
-        planned = [release_on(self.spec, host) for host, _ in self.fleet.kinds] if self.engine == "vllm" else []
+        planned = [self.spec.vllm_release_on(host) for host, _ in self.fleet.kinds] if self.engine == "vllm" else []
         return tuple(dict.fromkeys(release for release in planned if release is not None))
 
     def has_degree(self, topology: Topology) -> bool:

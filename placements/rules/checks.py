@@ -11,7 +11,7 @@ from placements.facts.plural import counted
 from placements.facts.topology import Host
 from placements.planner.plan import plan
 from placements.planner.replica_demand import has_degree
-from placements.resources.threads import threads
+from placements.resources.environ import threads
 from placements.rules.case import Case, Fleet, PartlyReadModel, Rule, Trials, core_list
 from placements.rules.engine_rules import ENGINE_RULES
 from placements.rules.option_rules import OPTION_RULES
@@ -21,9 +21,8 @@ from placements.rules.size_rules import SIZE_RULES
 from placements.rules.unused_settings import UNUSED_SETTINGS
 from placements.rules.vllm_rules import VLLM_RULES
 from placements.spec.notation import SourceKind
-from placements.spec.problems import Problem, has_errors, in_order
+from placements.spec.problems import Path, Problem, has_errors, in_order
 from placements.spec.schema import ModelSpec, Spec
-from placements.spec.source_positions import Path
 
 
 def check(

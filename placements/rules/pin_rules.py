@@ -9,8 +9,7 @@ from placements.facts.core_range import CoreRange
 from placements.facts.engines import takes_cores
 from placements.facts.plural import counted, plural
 from placements.facts.topology import Host, Topology, alignment
-from placements.planner.free_cores import FreeCores
-from placements.planner.pins import assign
+from placements.planner.pins import FreeCores, assign
 from placements.rules.case import Case, Fleet, Rule, core_list, on_each
 from placements.spec.notation import CorePin
 from placements.spec.problems import Problem

@@ -9,7 +9,6 @@ from placements.facts.plural import counted, joined
 from placements.facts.topology import DEGREES, TOPOLOGIES, Topology, degree, documented
 from placements.resources.host_memory import host_memory
 from placements.resources.memory import USABLE_HBM, MemoryEstimate, estimate, fits, usable_hbm
-from placements.resources.vllm_release import release_on
 from placements.rules.case import Case, Rule, has_tp, on_each
 from placements.spec.problems import Problem
 from placements.spec.schema import Buckets
@@ -152,7 +151,7 @@ def fits_host_memory(case: Case) -> Iterator[Problem]:
     if model.host_memory_gib is not None:
         need, path = model.host_memory_gib, "host_memory_gib"
     elif checkpoint is not None:
-        release = release_on(case.spec, largest)
+        release = case.spec.vllm_release_on(largest)
         need, path = host_memory(model, checkpoint, case.engine, case.draft, release).load, "source"
     else:
         return

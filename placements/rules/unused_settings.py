@@ -9,8 +9,8 @@ from placements.facts import kv_blocks
 from placements.facts.engines import HOST_ENGINES
 from placements.rules.case import Case
 from placements.spec.problems import Problem, Severity
-from placements.spec.request_defaults import RequestDefaults
 from placements.spec.schema import ModelSpec
+from placements.spec.sections import RequestDefaults
 
 _DEFAULTS = ModelSpec(name="default", source="./")
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")

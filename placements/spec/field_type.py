@@ -11,8 +11,8 @@ from pydantic import BaseModel
 
 from placements.facts.engines import NAMED_ENGINES
 from placements.spec.notation import Reported
+from placements.spec.problems import Path
 from placements.spec.schema import OWN_FIELDS, HostsSpec, ModelSpec, Spec
-from placements.spec.source_positions import Path
 
 TEXT, MAPPING = "text", "a mapping"
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: TEXT}

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from placements.facts.engines import NAMED_ENGINES
-from placements.spec.engine_settings import EngineSettings
 from placements.spec.notation import DURATION, NAME, in_words
 from placements.spec.schema import OWN_FIELDS, HostsSpec, ModelSpec, Spec
+from placements.spec.sections import EngineSettings
 
 _DEFAULTS_MEANING = (
     f"Default values of the models' fields, except {', '.join(f'`{name}`' for name in OWN_FIELDS[:-1])} "

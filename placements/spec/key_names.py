@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import difflib
 
-from placements.spec.other_names import OTHER_FIELDS
-from placements.spec.source_positions import Path
+from placements.spec.key_names import OTHER_FIELDS
+from placements.spec.problems import Path
 
 
 def label_of(path: Path) -> str:

@@ -13,9 +13,11 @@ from pydantic_core import ErrorDetails
 from placements.facts.encoders import DEFAULT_BATCH, KINDS
 from placements.facts.engines import NAMED_ENGINES, UNWARMED_ENGINES, Engine
 from placements.facts.topology import DEGREES, TOPOLOGIES
-from placements.spec.engine_settings import EngineSettings
 from placements.spec.field_type import MAPPING, TEXT, keys_at, type_at
 from placements.spec.key_names import (
+    OTHER_PLACES,
+    OTHER_VALUES,
+    converted,
     did_you_mean,
     is_named,
     label_of,
@@ -27,11 +29,10 @@ from placements.spec.key_names import (
 )
 from placements.spec.notation import NAME, NAME_RULE, ranges_in
 from placements.spec.other_formats import other_format
-from placements.spec.other_names import OTHER_PLACES, OTHER_VALUES, converted
-from placements.spec.problems import Problem, has_errors, in_order
+from placements.spec.problems import Path, Problem, SourcePosition, SourcePositions, has_errors, in_order, nearest
 from placements.spec.removed import VALUES
 from placements.spec.schema import MAX_HOSTS, HostsSpec, ModelSpec, Spec
-from placements.spec.source_positions import Path, SourcePosition, SourcePositions, nearest
+from placements.spec.sections import EngineSettings
 from placements.spec.yaml_tree import BROKEN, Tree, read
 
 _M = TypeVar("_M", bound=BaseModel)

@@ -11,10 +11,8 @@ from pydantic import Discriminator, Field, StrictInt, Tag, model_validator
 from placements.facts.checkpoints import Checkpoint
 from placements.facts.encoders import KINDS, Kind
 from placements.facts.engines import Dtype, Engine, default_dtype
-from placements.facts.topology import TOPOLOGIES
-from placements.facts.vllm import DraftMethod
-from placements.spec.engine_settings import EngineSettings, Server
-from placements.spec.lifecycle import Deadlines, Update
+from placements.facts.topology import TOPOLOGIES, Host
+from placements.facts.vllm import DraftMethod, VllmNeuron, release_for
 from placements.spec.notation import (
     Alias,
     Frozen,
@@ -36,9 +34,8 @@ from placements.spec.notation import (
     resolved,
     source_kind,
 )
-from placements.spec.request_defaults import RequestDefaults
-from placements.spec.scaling import Objectives, Scaling
-from placements.spec.source_positions import SourcePositions
+from placements.spec.problems import SourcePositions
+from placements.spec.sections import Deadlines, EngineSettings, Objectives, RequestDefaults, Scaling, Server, Update
 
 DEFAULT_MAX_LEN = 2048
 """The default tokens of a slot, if the checkpoint has as many positions."""
@@ -494,6 +491,14 @@ class Spec(Frozen):
         if settings is None or settings.python is None:
             return None
         return resolved(settings.python, self.base_dir)
+
+    def vllm_release_on(self, host: Host) -> VllmNeuron | None:
+        """Returns the release of vllm-neuron that the plan counts with on a host; None: vLLM runs on the CPU there."""
+        settings = self.engines.get("vllm")
+        plugin = None if settings is None else settings.plugin
+        if host.topology is None or (host.emulated and plugin is None):
+            return None
+        return release_for(host.topology.family, plugin)
 
     def is_warm(self, engine: Engine) -> bool:
         """Returns whether hosts keep a warm process of the engine."""

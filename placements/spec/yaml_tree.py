@@ -13,8 +13,7 @@ from typing import Any, Literal
 
 import yaml
 
-from placements.spec.problems import Problem
-from placements.spec.source_positions import Path, SourcePosition
+from placements.spec.problems import Path, Problem, SourcePosition
 
 MAX_CHARACTERS = 1 << 18
 MAX_NODES = 20_000  # with aliases expanded; a spec of 200 models has about 3,000

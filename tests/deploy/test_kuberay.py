@@ -12,8 +12,7 @@ import yaml
 from jsonschema import Draft202012Validator
 
 from orchestrator.fleet.leaving_host import END_S
-from placements.facts.machine import Machine
-from placements.facts.topology import TOPOLOGIES
+from placements.facts.topology import TOPOLOGIES, Machine
 from placements.planner.host_choice import plan_on_cluster
 from placements.planner.spec_hosts import hosts_for
 from placements.spec.parse import parse

@@ -11,7 +11,7 @@ from typing import Any
 
 from orchestrator.cli import main as cli
 from orchestrator.revisions.spec_file import SpecFile, examine
-from placements.facts.machine import Machine
+from placements.facts.topology import Machine
 from placements.planner.plan import plan
 from placements.spec.problems import Problem, has_errors
 

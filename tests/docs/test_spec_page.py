@@ -15,10 +15,6 @@ from orchestrator.rollout.changes import Tag, tag_of
 from placements.facts.checkpoints import FAMILIES
 from placements.facts.encoders import EMBEDDING_DECODERS, ENCODERS
 from placements.facts.engines import ENGINE_OPTIONS, ENGINES, Dtype, Engine
-from placements.spec.engine_settings import EngineSettings, Server
-from placements.spec.lifecycle import Deadlines, Strategy, Update
-from placements.spec.request_defaults import RequestDefaults
-from placements.spec.scaling import Objectives, Scaling, Schedule
 from placements.spec.schema import (
     Buckets,
     Compiler,
@@ -30,6 +26,17 @@ from placements.spec.schema import (
     Reserve,
     Spec,
     Spread,
+)
+from placements.spec.sections import (
+    Deadlines,
+    EngineSettings,
+    Objectives,
+    RequestDefaults,
+    Scaling,
+    Schedule,
+    Server,
+    Strategy,
+    Update,
 )
 from tests.docs.pages import SPEC, rows, section, words
 from tests.spec_reference import TABLES, renewed

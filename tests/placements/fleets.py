@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from placements.facts.checkpoints import Checkpoint
-from placements.facts.machine import Machine
-from placements.facts.topology import TOPOLOGIES, Host
+from placements.facts.topology import TOPOLOGIES, Host, Machine
 from placements.planner.plan import Plan, plan
 from placements.planner.spec_hosts import hosts_for
 from placements.rules.checks import check

@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from placements.facts.engines import Engine
-from placements.resources.calibration import LEAST_NEAR, MeasuredSpeed, calibrated, speed_rows
+from placements.resources.calibration import LEAST_NEAR, MeasuredSpeed, calibrated, shape_of, speed_rows
 from placements.resources.estimate import Speed, speed
-from placements.resources.measured_shape import shape_of
 from placements.resources.measured_times import LEAST_REQUESTS
 from placements.spec.schema import ModelSpec
 from tests.placements.fleets import LLAMA_2_7B, host, model, spec

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import pytest
 
 from placements.facts.checkpoints import Checkpoint
-from placements.facts.machine import Machine
+from placements.facts.topology import Machine
 from placements.planner.plan import plan
 from placements.planner.spec_hosts import hosts_for
 from placements.rules.checks import check

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from placements.explain.explain import explain
-from placements.explain.explanation import Explanation
-from placements.explain.question import Question, Suggestion
+from placements.explain.explanation import Explanation, Question, Suggestion
 from placements.explain.remedies import remedies
 from placements.facts.checkpoints import Checkpoint
 from placements.facts.core_range import CoreRange

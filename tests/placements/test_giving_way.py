@@ -8,10 +8,10 @@ import pytest
 
 from placements.facts.core_range import CoreRange
 from placements.facts.topology import TOPOLOGIES, Host
+from placements.planner.board import Demand, Space, Tenant
 from placements.planner.grid import grid_of
 from placements.planner.packer import Packer
 from placements.planner.plan import Plan, Running, defragment, plan
-from placements.planner.tenants import Demand, Space, Tenant
 from placements.spec.schema import ModelSpec, Spec
 
 SMALL, MIDDLE = "inf2.xlarge", "inf2.24xlarge"  # two cores, twelve cores

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from placements.facts.machine import Machine
-from placements.facts.topology import TOPOLOGIES, Host
+from placements.facts.topology import TOPOLOGIES, Host, Machine
 from placements.planner.spec_hosts import default_reserve, hosts_for
 from placements.spec.parse import parse
 from placements.spec.schema import HostsSpec, Spec

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from placements.facts.checkpoints import Checkpoint
 from placements.facts.engines import Engine
-from placements.facts.machine import Machine
+from placements.facts.topology import Machine
 from placements.lmi.importing import UNNAMED, Imported, LmiModel, import_lmi
 from placements.lmi.rows import ROWS
 from placements.lmi.settings import UnreadableSettings, read_environment, read_properties

@@ -1,8 +1,7 @@
 from __future__ import annotations
 
 from placements.facts.core_range import CoreRange
-from placements.planner.free_cores import FreeCores
-from placements.planner.pins import assign
+from placements.planner.pins import FreeCores, assign
 from placements.spec.notation import CorePin
 from tests.placements.fleets import PLAIN, host
 

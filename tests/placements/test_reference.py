@@ -3,10 +3,7 @@ from __future__ import annotations
 import pytest
 
 from placements.facts.topology import DEGREES, TOPOLOGIES
-from placements.spec.engine_settings import EngineSettings
 from placements.spec.json_schema import json_schema
-from placements.spec.lifecycle import Deadlines, Update
-from placements.spec.scaling import Objectives, Scaling, Schedule
 from placements.spec.schema import (
     Buckets,
     Compiler,
@@ -17,6 +14,7 @@ from placements.spec.schema import (
     Reserve,
     Spread,
 )
+from placements.spec.sections import Deadlines, EngineSettings, Objectives, Scaling, Schedule, Update
 from tests.spec_reference import TABLES, renewed
 
 

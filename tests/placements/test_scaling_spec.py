@@ -9,7 +9,7 @@ from jsonschema import Draft202012Validator
 from placements.planner.spec_hosts import hosts_for, prices
 from placements.spec.json_schema import json_schema
 from placements.spec.parse import parse
-from placements.spec.scaling import Objectives, Scaling, Schedule
+from placements.spec.sections import Objectives, Scaling, Schedule
 from tests.placements.fleets import LAPTOP, brief, problems_of
 from tests.placements.test_checks import one_model
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from placements.facts.core_range import CoreRange
-from placements.resources.threads import arithmetic, cpu_mask, threads
+from placements.resources.environ import arithmetic, cpu_mask, threads
 from tests.placements.fleets import PLAIN, host
 
 BIG = host()

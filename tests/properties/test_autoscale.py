@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.scaling.autoscaler import FleetNow, History, Load, ModelNow, Targets, autoscale
+from placements.planner.board import Tenant
 from placements.planner.capacity import Capacity
-from placements.planner.tenants import Tenant
-from placements.spec.scaling import Objectives
+from placements.spec.sections import Objectives
 from tests.orchestrator.scaling.pools import need_of, pool_of
 from tests.searches import search
 

@@ -9,10 +9,10 @@ from dataclasses import replace
 from hypothesis import HealthCheck, assume, event, given
 from hypothesis import strategies as st
 
+from placements.planner.board import Tenant
 from placements.planner.capacity import Capacity, Need, needs
 from placements.planner.host_pool import HostPool
 from placements.planner.plan import Running
-from placements.planner.tenants import Tenant
 from tests.properties.test_plan import Case, cases
 from tests.searches import search
 

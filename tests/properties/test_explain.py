@@ -11,12 +11,10 @@ from hypothesis import event, example, given
 from hypothesis import strategies as st
 
 from placements.explain.explain import explain
-from placements.explain.explanation import Explanation
-from placements.explain.question import Question
+from placements.explain.explanation import Explanation, Question
 from placements.facts.checkpoints import Checkpoint
 from placements.facts.core_range import CoreRange
-from placements.facts.machine import Machine
-from placements.facts.topology import TOPOLOGIES, Host
+from placements.facts.topology import TOPOLOGIES, Host, Machine
 from placements.planner.plan import Placement, Plan, Running, plan
 from placements.planner.spec_hosts import hosts_for
 from placements.rules.checks import check

@@ -20,9 +20,8 @@ from placements.facts.engines import NAMED_ENGINES
 from placements.planner.spec_hosts import hosts_for
 from placements.rules.checks import check
 from placements.spec.parse import parse
-from placements.spec.problems import Problem
+from placements.spec.problems import Path, Problem
 from placements.spec.schema import ModelSpec, Spec
-from placements.spec.source_positions import Path
 from tests.placements.fleets import GPT2_XL, LAPTOP, LLAMA_2_7B
 
 Tree = dict[str, Any]

@@ -9,13 +9,11 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from placements.facts.machine import Machine
-from placements.facts.topology import TOPOLOGIES, Host
+from placements.facts.topology import TOPOLOGIES, Host, Machine
 from placements.planner import host_choice
 from placements.planner.host_choice import HostChoice, choose_hosts, plan_on_cluster
-from placements.planner.host_groups import host_groups
 from placements.planner.plan import Running, Unplaced, plan
-from placements.planner.spec_hosts import hosts_for
+from placements.planner.spec_hosts import host_groups, hosts_for
 from placements.spec.schema import HostsSpec, Spec
 from tests.placements.fleets import model
 from tests.searches import search

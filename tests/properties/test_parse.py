@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import placements
 from placements.facts.checkpoints import Checkpoint
-from placements.facts.machine import Machine
+from placements.facts.topology import Machine
 from placements.planner.plan import plan
 from placements.planner.spec_hosts import hosts_for
 from placements.rules.checks import check

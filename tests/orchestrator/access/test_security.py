@@ -31,7 +31,7 @@ from orchestrator.process.addresses import is_loopback
 from orchestrator.process.failure import Failed
 from orchestrator.process.home import Home
 from orchestrator.revisions.spec_file import examine, load
-from placements.facts.machine import Machine
+from placements.facts.topology import Machine
 from placements.spec.parse import parse
 from placements.spec.problems import Problem
 from tests.fleet import LiveFleet, until

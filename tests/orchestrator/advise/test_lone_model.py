@@ -9,7 +9,7 @@ import pytest
 
 from orchestrator.advise.advice import advised
 from orchestrator.sagemaker.model_folder import examined, problems_of
-from placements.facts.machine import Machine
+from placements.facts.topology import Machine
 from tests.stubs import stub_checkpoint
 
 LLAMA_7B: dict[str, Any] = {

@@ -9,8 +9,7 @@ import pytest
 from orchestrator.cli import main as cli
 from orchestrator.cli.init import spec_for
 from placements.facts.checkpoints import Checkpoint
-from placements.facts.machine import Machine
-from placements.facts.topology import TOPOLOGIES
+from placements.facts.topology import TOPOLOGIES, Machine
 from placements.planner.plan import plan
 from placements.planner.spec_hosts import hosts_for
 from placements.rules.checks import check

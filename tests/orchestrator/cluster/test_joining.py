@@ -32,7 +32,7 @@ from orchestrator.process.addresses import free_port
 from orchestrator.process.failure import Failed
 from orchestrator.process.home import FleetRecord, Home, daemon_alive
 from orchestrator.process.version import corewright_version
-from placements.facts.machine import Machine
+from placements.facts.topology import Machine
 from placements.planner.spec_hosts import hosts_for
 from placements.spec.parse import parse
 from placements.spec.problems import Problem

@@ -15,9 +15,8 @@ from orchestrator.records.journal import Journal
 from orchestrator.rollout.host_demand import HostDemand
 from orchestrator.rollout.rollout_step import DesiredModel, Situation
 from orchestrator.state.host_uses import LEAST_LATE_S
-from placements.facts.machine import Machine
-from placements.planner.host_groups import host_groups, kept_hosts
-from placements.planner.spec_hosts import hosts_for
+from placements.facts.topology import Machine
+from placements.planner.spec_hosts import host_groups, hosts_for, kept_hosts
 from placements.spec.parse import parse
 from tests.orchestrator.fakes import FakeCluster, Played, starting_fleet, virtual
 from workers.messages.notice import Notice

@@ -17,7 +17,7 @@ import pytest
 
 from orchestrator.process.home import Home
 from orchestrator.revisions.spec_file import examine, start_problems
-from placements.facts.machine import Machine
+from placements.facts.topology import Machine
 from tests.fleet import LiveFleet, until
 from tests.orchestrator.clients import complete, echo_text
 from tests.orchestrator.conftest import temporary_home

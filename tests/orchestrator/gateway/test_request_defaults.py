@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from orchestrator.gateway.openai.protocol import ChatRequest, SamplingFields
-from placements.spec.request_defaults import RequestDefaults
+from placements.spec.sections import RequestDefaults
 from tests.orchestrator.gateways import LiveGateway, routes
 from tests.orchestrator.scripted import ScriptedEngine, ScriptedReplica, save_tools_tokenizer
 from tests.scripted_server import Call, RelayedReplica

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from orchestrator.records.journal_records import Revision
 from orchestrator.revisions.rollback import changing_specs, revert_change, revert_changes
-from placements.facts.machine import Machine
+from placements.facts.topology import Machine
 from placements.spec.parse import parse
 from placements.spec.schema import Spec
 

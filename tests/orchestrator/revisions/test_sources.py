@@ -14,7 +14,7 @@ from orchestrator.cli import main as cli
 from orchestrator.records.journal_records import Revision
 from orchestrator.revisions.resolved_revision import ResolvedRevision, resolve_revision
 from orchestrator.revisions.spec_file import SpecFile, examine, start_problems
-from placements.facts.machine import Machine
+from placements.facts.topology import Machine
 from placements.planner.plan import plan
 from tests.hub import HubServer, Repo
 from tests.s3 import ACCESS_KEY, SECRET_KEY, SESSION_TOKEN, S3Server

@@ -13,7 +13,7 @@ import pytest
 from orchestrator.access.source_policy import SourcePolicy
 from orchestrator.revisions.checkpoint_reader import CheckpointFacts
 from orchestrator.revisions.spec_file import Folders, examine, load, start_problems
-from placements.facts.machine import Machine
+from placements.facts.topology import Machine
 from placements.spec.problems import Problem
 from tests.stubs import stub_checkpoint
 

@@ -11,7 +11,7 @@ import yaml
 
 from orchestrator.process.failure import Failed
 from orchestrator.sagemaker.model_folder import examined, problems_of, read_folder, text_of
-from placements.facts.machine import Machine
+from placements.facts.topology import Machine
 
 CPU = Machine(tuple(range(8)))
 INF2 = Machine(tuple(range(192)), "inf2.48xlarge")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from placements.facts.topology import Host, Topology
+from placements.planner.board import Demand
 from placements.planner.capacity import Need
 from placements.planner.host_pool import HostPool
-from placements.planner.tenants import Demand
 
 KINDS = frozenset(range(16))
 """More kinds of hosts than a test has."""

@@ -12,10 +12,10 @@ import pytest
 from orchestrator.scaling.autoscaler import FleetNow, History, Load, ModelNow, Targets, autoscale
 from orchestrator.scaling.service_capacity import ServiceCapacity, delayed, occupied
 from placements.facts.topology import TOPOLOGIES, Host
+from placements.planner.board import Demand
 from placements.planner.capacity import Need
 from placements.planner.host_pool import HostPool
-from placements.planner.tenants import Demand
-from placements.spec.scaling import Objectives
+from placements.spec.sections import Objectives
 from tests.orchestrator.scaling.pools import need_of, pool_of
 
 HOST = (24, 0.0)

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.scaling.schedules import Bounds, bounds, is_active
-from placements.spec.scaling import Scaling, Schedule
 from placements.spec.schema import ModelSpec, Replicas
 from tests.searches import search
+from placements.spec.sections import Scaling, Schedule
 
 BERLIN = "Europe/Berlin"
 

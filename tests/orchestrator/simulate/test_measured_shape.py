@@ -10,9 +10,8 @@ import pytest
 from orchestrator.revisions.spec_file import load
 from orchestrator.simulate.scenario import Scenario, scenario_of
 from placements.facts.topology import Host
-from placements.resources.calibration import MeasuredSpeed
+from placements.resources.calibration import MeasuredSpeed, difference, shape_of
 from placements.resources.estimate import speed
-from placements.resources.measured_shape import difference, shape_of
 from tests.placements.fleets import LLAMA_2_7B, PLAIN, host, model
 
 INF2, TRN1 = host(), host("trn1.32xlarge", cpus=128)
