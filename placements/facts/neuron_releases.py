@@ -8,13 +8,12 @@ aws-neuron/deep-learning-containers (README.md), each with a commit or tag, and 
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from placements.facts import vllm
 from placements.facts.engines import NXD_VERSIONS, Engine, reaches, runs_on, series
+from placements.facts.tables import read_table
 
 CONTAINERS = "public.ecr.aws/neuron/pytorch-inference-neuronx"
 VLLM_CONTAINERS = "public.ecr.aws/neuron/pytorch-inference-vllm-neuronx"
@@ -76,16 +75,12 @@ class Environment:
         return f"{VLLM_CONTAINERS if self.engine == 'vllm' else CONTAINERS}:{tag}" if tag else ""
 
 
-def _rows(name: str) -> list[dict[str, str]]:
-    return list(csv.DictReader(Path(__file__).with_name(name).read_text().splitlines()))
-
-
-SDKS: tuple[Sdk, ...] = tuple(Sdk(**row) for row in _rows("neuron_sdks.csv"))
+SDKS: tuple[Sdk, ...] = tuple(Sdk(**row) for row in read_table("facts/neuron_sdks.csv"))
 """Oldest first."""
 
 ENVIRONMENTS: tuple[Environment, ...] = tuple(
     Environment(**row)  # type: ignore[arg-type]  # a test compares the engines
-    for row in _rows("neuron_environments.csv")
+    for row in read_table("facts/neuron_environments.csv")
 )
 """The preferred operating system first."""
 

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 
 from placements.facts.engines import Engine
+from placements.facts.tables import by_name, read_table
 from placements.lmi.conversion import TRUE, Conversion, Read, boolean, integer, lengths, one_of, text
 from placements.lmi.settings import IMAGE, MODEL_DATA, LmiSetting
 from placements.rules.options.tables import UNSERVED
@@ -30,8 +31,6 @@ HANDLERS: Mapping[str, str] = {"transformers_neuronx": "", "lmi_vllm.vllm_async_
 
 _SECRETS = frozenset({"token", "secret", "secrets", "password", "passwd", "key", "keys", "apikey", "credentials"})
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
-_LAYOUT = one_of("BSH", "HSB", "SBH")
-_TYPE = one_of("float32", "float16", "bfloat16")
 _CORE = re.compile(r"nc(\d{1,3})")
 _MODEL_FOLDER = "/opt/ml/model"
 _DRAFTS = ("speculative_draft_model", "draft_model_id", "speculative_model")
@@ -53,7 +52,7 @@ def refused(reason: str) -> Row:
     return lambda model, setting: model.note(setting, "refused", reason)
 
 
-def _unless(harmless: frozenset[str] | set[str], reason: str) -> Row:
+def _unless(harmless: frozenset[str], reason: str) -> Row:
     """Drops these values, which change nothing, and refuses others."""
 
     def row(model: Conversion, setting: LmiSetting) -> None:
@@ -79,6 +78,27 @@ def _option(read: Read, *, if_true: bool = False) -> Row:
             model.map(setting, f"engine_options.{setting.name}", value)
 
     return row
+
+
+_READS: Mapping[str, Read] = {"text": text, "integer": integer, "boolean": boolean, "lengths": lengths}
+
+
+def _read(kind: str | list[str]) -> Read:
+    """Returns the reader of a kind of values: its name, or the values to choose from."""
+    return _READS[kind] if isinstance(kind, str) else one_of(*kind)
+
+
+def plain_rows(loader: str) -> dict[str, Row]:
+    """Returns the rows of the settings that need no code of their own, from settings.json."""
+    table = read_table("lmi/settings.json")[loader]
+    rows = {name: dropped(reason) for name, reason in by_name(table.get("dropped", {})).items()}
+    rows |= {name: refused(reason) for name, reason in by_name(table.get("refused", {})).items()}
+    rows |= {name: field_row(path, _read(kind)) for name, (path, kind) in table.get("fields", {}).items()}
+    rows |= {name: _option(_read(kind)) for name, kind in table.get("options", {}).items()}
+    rows |= {name: _option(boolean, if_true=True) for name in table.get("switches", ())}
+    for reason, settings in table.get("harmless", {}).items():
+        rows |= {name: _unless(frozenset(values), reason) for name, values in settings.items()}
+    return rows
 
 
 def _flag(flag: str) -> Row:
@@ -252,106 +272,39 @@ def _speed(model: Conversion, setting: LmiSetting) -> None:
     model.map(setting, "compiler.optlevel", level)
 
 
-_API = dropped("requests and answers have OpenAI's form")
-_SERVER = dropped("a setting of DJL Serving itself")
-_MEMORY = dropped("`plan` computes the memory")
-_AHEAD = dropped("`corewright compile` compiles ahead")
-_ONE_MACHINE = "a replica runs on one machine"
-
 ROWS: Mapping[str, Row] = {
+    **plain_rows("neuron"),
     "model_id": _source,
     "s3url": _source,
     MODEL_DATA: _model_data,
     IMAGE: dropped("only its version of LMI counts, if --lmi-version names no other"),
-    "revision": field_row("revision"),
     "trust_remote_code": _remote_code,
-    "engine": _unless({"python", "mpi"}, "only models of the Python engine are served"),
     "entryPoint": _entry_point,
     "model_loader": _loader,
     "rolling_batch": _rolling_batch,
-    "rolling_batch_strategy": dropped("always, if the model's class supports it"),
     "tensor_parallel_degree": degree_row,
     "load_on_devices": _devices,
     "minWorkers": _workers,
     "maxWorkers": _workers,
-    "max_rolling_batch_size": field_row("max_batch", integer),
     "batch_size": _static_batch,
     "max_dynamic_batch_size": _static_batch,
     "n_positions": _length,
     "max_model_len": _length,
-    "dtype": field_row("dtype", one_of("fp32", "fp16", "bf16")),
-    "amp": dropped("LMI replaces it by dtype"),
     "quantize": _quantize,
     "load_in_8bit": _eight_bit,
     "neuron_quant": _eight_bit,
-    "job_queue_size": field_row("max_queue", integer),
-    "model_loading_timeout": field_row("deadlines.start_s", integer),
-    "context_length_estimate": field_row("buckets.prefill", lengths),
     "unroll": _unroll,
     "group_query_attention": _sharding,
-    "fuse_qkv": field_row("fuse_qkv", boolean),
     "neuron_optimize_level": _speed,
     "enable_mixed_precision_accumulation": _flag("--enable-mixed-precision-accumulation"),
     "enable_saturate_infinity": _flag("--enable-saturate-infinity"),
     "NEURON_CC_FLAGS": lambda model, setting: _add_flags(model, setting, setting.value),
-    "compilation_worker_count": field_row("compiler.workers", integer),
-    "compiled_graph_path": field_row("neff_cache"),
     "load_split_model": _split,
     "speculative_draft_model": draft_row,
     "draft_model_id": draft_row,
     "speculative_length": drafted_row,
     "spec_length": drafted_row,
-    "draft_model_tp_size": dropped("a draft runs on the cores of its model"),
-    "draft_model_compiled_path": dropped("neff_cache holds the graphs of both models"),
     "on_device_generation": _on_device,
-    "on_device_embedding": _option(boolean, if_true=True),
-    "on_device_embedding_config": dropped("LMI passes generation settings as on_device_embedding"),
-    "shard_over_sequence": _option(boolean, if_true=True),
-    "fuse_mlp": _option(boolean, if_true=True),
-    "fused_rmsnorm_qkv": _option(boolean, if_true=True),
-    "qkv_tiling": _option(boolean, if_true=True),
-    "weight_tiling": _option(boolean, if_true=True),
-    "mlp_out_weight_transpose": _option(boolean, if_true=True),
-    "attention_layout": _option(_LAYOUT),
-    "collectives_layout": _option(_LAYOUT),
-    "cache_layout": _option(_LAYOUT),
-    "all_reduce_dtype": _option(_TYPE),
-    "cast_logits_dtype": _option(_TYPE),
-    "sequence_parallel_norm_threshold": _option(integer),
-    "sequence_parallel": dropped("LMI passes it to vLLM only"),
-    "neuron_cc_pipeline_factor": dropped("LMI passes it to vLLM only"),
-    "low_cpu_mem_usage": dropped("always: weights are read piece by piece"),
-    "partition_schema": _AHEAD,
-    "save_mp_checkpoint_path": _AHEAD,
-    "task": _unless({"text-generation"}, "LMI's Neuron handler generates text; encoders have `kind`"),
-    "use_stable_diffusion": _unless({"false", "0"}, "corewright serves no models of images"),
-    "multi_node": _unless({"false", "0"}, _ONE_MACHINE),
-    "cluster_size": _unless({"1"}, _ONE_MACHINE),
-    "pipeline_parallel_degree": _unless({"1"}, _ONE_MACHINE),
-    "enable_lora": _unless({"false", "0"}, "write `adapters`, on the engine vllm"),
-    "handler": refused("code of its own"),
-    "translatorFactory": refused("code of its own"),
-    "output_formatter": _API,
-    "input_formatter": _API,
-    "tgi_compat": _API,
-    "bedrock_compat": _API,
-    "enable_streaming": dropped("each request says `stream`"),
-    "waiting_steps": dropped("a request takes the next free slot"),
-    "mpi_mode": dropped("a replica is one process"),
-    "model_dir": dropped("LMI sets it itself"),
-    "predict_timeout": dropped("`deadlines.step_s` watches the engine; the client ends its request"),
-    "parallel_loading": dropped("replicas start in parallel"),
-    "pythonExecutable": dropped("`engines` names the Python of an engine"),
-    "enable_venv": dropped("`engines` names the Python of an engine"),
-    "retry_threshold": dropped("a replica restarts with growing pauses"),
-    "max_batch_delay": dropped("a request takes the next free slot"),
-    "max_idle_time": dropped("replicas follow the load; `scaling` has the times"),
-    "max_output_size": _SERVER,
-    "log_request_metric": dropped("/metrics has them"),
-    "metrics_aggregation": dropped("/metrics has them"),
-    "required_memory_mb": _MEMORY,
-    "reserved_memory_mb": _MEMORY,
-    "OMP_NUM_THREADS": field_row("threads", integer),
 }
 
 

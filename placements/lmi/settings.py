@@ -13,34 +13,12 @@ from typing import Any
 
 import javaproperties
 
+from placements.facts.tables import read_table
+
 _SNAKE_CASE = re.compile(r"[A-Z][A-Z0-9_]*")
 _ASSIGNMENT = re.compile(r"\s*(?:export\s+)?([A-Za-z_][A-Za-z0-9_.]*)=(.*)")
-_VARIABLES: Mapping[str, str] = {  # variable -> property
-    "HF_MODEL_ID": "model_id",
-    "HF_REVISION": "revision",
-    "HF_TASK": "task",
-    "HF_MODEL_TRUST_REMOTE_CODE": "trust_remote_code",
-    "TENSOR_PARALLEL_DEGREE": "tensor_parallel_degree",
-    "SERVING_MIN_WORKERS": "minWorkers",
-    "SERVING_MAX_WORKERS": "maxWorkers",
-    "SERVING_JOB_QUEUE_SIZE": "job_queue_size",
-    "SERVING_BATCH_SIZE": "batch_size",
-    "SERVING_MAX_BATCH_DELAY": "max_batch_delay",
-    "SERVING_MAX_IDLE_TIME": "max_idle_time",
-    "SERVING_LOAD_ON_DEVICES": "load_on_devices",
-    "NEURON_CC_FLAGS": "NEURON_CC_FLAGS",
-    "NEURON_COMPILE_CACHE_URL": "compiled_graph_path",
-    "NEURON_CONTEXT_LENGTH_ESTIMATE": "context_length_estimate",
-    "NEURON_ON_DEVICE_EMBEDDING": "on_device_embedding",
-    "NEURON_ON_DEV_GENERATION": "on_device_generation",
-    "NEURON_SHARD_OVER_SEQUENCE": "shard_over_sequence",
-    "NEURON_COMPILATION_WORKER_COUNT": "compilation_worker_count",
-    "NEURON_SEQUENCE_PARALLEL": "sequence_parallel",
-    "NEURON_MULTI_NODE": "multi_node",
-    "NEURON_CC_PIPELINE_FACTOR": "neuron_cc_pipeline_factor",
-    "NEURON_QUANT": "neuron_quant",
-    "OMP_NUM_THREADS": "OMP_NUM_THREADS",
-}
+_VARIABLES: Mapping[str, str] = read_table("lmi/settings.json")["variables"]
+"""Variable -> the property that it sets."""
 
 MODEL_DATA, IMAGE = "ModelDataSource", "Image"
 """Settings of a SageMaker model beside its environment: where its files are, and its container."""

@@ -10,8 +10,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from placements.lmi.conversion import Conversion, boolean, integer, one_of, text
-from placements.lmi.rows import ROWS, Row, degree_row, draft_row, drafted_row, dropped, field_row, refused
+from placements.lmi.conversion import Conversion, boolean, one_of
+from placements.lmi.rows import ROWS, Row, degree_row, draft_row, drafted_row, plain_rows, refused
 from placements.lmi.settings import LmiSetting
 from placements.rules.options.tables import Option, ValueKind
 from placements.rules.options.vllm_flags import CONFIGS, FIELDS, FLAGS, REFUSED
@@ -19,13 +19,6 @@ from placements.rules.options.vllm_flags import CONFIGS, FIELDS, FLAGS, REFUSED
 DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "fp32": "fp32", "fp16": "fp16", "bf16": "bf16"}
 METHODS = {"fp8": "fp8", "fbgemm_fp8": "fp8", "neuron_quant": "int8"}
 """vLLM's quantization methods on Neuron -> `quantize`."""
-
-_UNREAD = """
-unroll load_in_8bit load_split_model context_length_estimate group_query_attention fuse_qkv fuse_mlp
-fused_rmsnorm_qkv qkv_tiling weight_tiling mlp_out_weight_transpose on_device_embedding on_device_embedding_config
-on_device_generation shard_over_sequence sequence_parallel_norm_threshold attention_layout collectives_layout
-cache_layout all_reduce_dtype cast_logits_dtype
-"""
 
 
 def vllm_row(name: str) -> Row | None:
@@ -125,13 +118,9 @@ def _neuron_config(model: Conversion, setting: LmiSetting) -> None:
         model.map(setting, "engine_options.additional_config", {setting.name: options})
 
 
-_UNPASSED = dropped("LMI does not pass it to vLLM")
-_ALWAYS = dropped("always on, if the model's calls can be parsed")
-
 VLLM_ROWS: Mapping[str, Row] = {
-    **dict.fromkeys(_UNREAD.split(), _UNPASSED),
+    **plain_rows("vllm"),
     "tensor_parallel_size": degree_row,
-    "max_num_seqs": field_row("max_batch", integer),
     "dtype": _dtype,
     "quantize": _quantize,
     "quantization": _quantize,
@@ -142,9 +131,5 @@ VLLM_ROWS: Mapping[str, Row] = {
     "cpu_offload_gb_per_gpu": _flag_row("cpu_offload_gb"),
     "speculative_model": draft_row,
     "num_speculative_tokens": drafted_row,
-    "tool_call_parser": field_row("tool_parser", text),
-    "enable_auto_tool_choice": _ALWAYS,
     "enable_reasoning": refused(REFUSED["reasoning_parser"]),
-    "device": dropped("LMI sets it itself"),
-    "use_v2_block_manager": dropped("vLLM has one block manager"),
 }

@@ -1,11 +1,32 @@
-"""Names of keys in messages: labels of paths, and the keys that a misspelt one may mean."""
+"""Names of keys and values: in messages, misspelt, and in other tools (vLLM, LMI, NxD Inference, Kubernetes)."""
 
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
+from typing import Any
 
-from placements.spec.key_names import OTHER_FIELDS
+from placements.facts.tables import by_name, read_table
 from placements.spec.problems import Path
+
+_TABLES = read_table("spec/other_names.json")
+
+OTHER_FIELDS: Mapping[str, list[str]] = _TABLES["fields"]
+"""Field -> its names in other tools."""
+
+OTHER_PLACES: Mapping[str, str] = by_name(_TABLES["places"])
+"""Name in other tools, of what no field of that name replaces -> where it is set, or why it is not."""
+
+OTHER_VALUES: Mapping[str, str] = by_name(_TABLES["values"])
+"""Value in other tools -> the value of a spec."""
+
+_SWITCHES: Mapping[str, tuple[object, object]] = {
+    **dict.fromkeys(("load_in_8bit", "quantized", "neuron_quant", "int8"), ("int8", None)),
+    **dict.fromkeys(("kv_cache_quant", "kv_quant"), ("fp8", None)),
+    **dict.fromkeys(("on_device_sampling", "on_device_generation", "sample_on_device"), ("device", "host")),
+    **dict.fromkeys(("anti_affinity", "antiaffinity"), ("host", None)),
+}
+"""Key of another tool -> the values of the field that replaces it, for true and for false."""
 
 
 def label_of(path: Path) -> str:
@@ -61,3 +82,13 @@ def _pairs(word: str) -> set[str]:
 def did_you_mean(names: list[str]) -> str:
     """Returns a hint with the first name; "" without one."""
     return f'did you mean "{names[0]}"?' if names else ""
+
+
+def converted(key: str, field: str, value: Any) -> Any:
+    """Converts the value of a key of another tool to the value of the field that replaces it."""
+    if isinstance(value, bool):
+        when_true, when_false = _SWITCHES.get(key, (True, False))
+        return when_true if value else when_false
+    if field == "spread" and isinstance(value, int):
+        return {"host": value}
+    return value

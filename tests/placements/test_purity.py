@@ -42,7 +42,7 @@ def test_only_tables_of_the_package_are_read_from_files() -> None:
     """Package data, once, when the module is imported."""
     reads = re.compile(r"\b(open|read_text|read_bytes|get_data|iterdir)\(")
     readers = [path.name for path in FILES if reads.search(path.read_text())]
-    assert readers == ["neuron_releases.py", "tables.py"]
+    assert readers == ["tables.py"]
 
 
 def test_nothing_heavy_is_loaded() -> None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from enum import Enum
-from pathlib import Path
 from types import UnionType
 from typing import Any, NamedTuple
 
 from placements.facts.engines import reaches
+from placements.facts.tables import by_name, read_table
 
 
 class ValueKind(Enum):
@@ -75,26 +74,17 @@ class Option(NamedTuple):
         return not version or not self.first or (reaches(version, self.first) and reaches(self.last, version))
 
 
-def read_json(name: str) -> Any:
-    """Returns the decoded table of a file beside this module."""
-    return json.loads(Path(__file__).with_name(name).read_bytes())
-
-
-def by_option(rows: Mapping[str, list[str]]) -> Mapping[str, str]:
-    """{text: options} -> {option: text}."""
-    return {option: text for text, options in rows.items() for option in options}
-
-
 TABLES: Mapping[str, Mapping[str, Option]] = {
-    table: {name: Option.read(**row) for name, row in rows.items()} for table, rows in read_json("tables.json").items()
+    table: {name: Option.read(**row) for name, row in rows.items()}
+    for table, rows in read_table("rules/options/tables.json").items()
 }
 """Table -> name -> option. A table is ``package.Class``, or ``package:model_type`` for the constructor of a family."""
 
-_OWNED = read_json("owned.json")
-FIELDS: Mapping[str, Mapping[str, str]] = {table: by_option(rows) for table, rows in _OWNED["fields"].items()}
+_OWNED = read_table("rules/options/owned.json")
+FIELDS: Mapping[str, Mapping[str, str]] = {table: by_name(rows) for table, rows in _OWNED["fields"].items()}
 """Class, or package (the keywords of every constructor) -> option -> the field of the spec that replaces it."""
 
-UNSERVED: Mapping[str, Mapping[str, str]] = {table: by_option(rows) for table, rows in _OWNED["unserved"].items()}
+UNSERVED: Mapping[str, Mapping[str, str]] = {table: by_name(rows) for table, rows in _OWNED["unserved"].items()}
 """Class, or package -> option -> why it cannot be set. ``is_default`` values are accepted."""
 
 _ON_BY_DEFAULT = frozenset({"has_pre_attention_norm", "save_sharded_checkpoint"})

@@ -6,26 +6,29 @@ import difflib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from placements.facts.tables import by_name, read_table
 from placements.rules.options.judge import Finding, unsettable, wrong_value
-from placements.rules.options.tables import Option, by_option, read_json
+from placements.rules.options.tables import Option
 
 VERSIONS = ("0.11", "0.13", "0.16", "0.21", "0.24", "0.32")
 """The recorded versions of vLLM, oldest first: those of the releases of its Neuron plugin, and the tested CPU build."""
 
 
-def _by_name(rows: Mapping[str, Any]) -> dict[str, Any]:
+def _by_flag(rows: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the rows by the names of flags in ``engine_options``."""
     return {flag.replace("-", "_"): row for flag, row in rows.items()}
 
 
-FLAGS: Mapping[str, Option] = {name: Option.read(**row) for name, row in _by_name(read_json("vllm.json")).items()}
+FLAGS: Mapping[str, Option] = {
+    name: Option.read(**row) for name, row in _by_flag(read_table("rules/options/vllm.json")).items()
+}
 """Flag without dashes, as ``engine_options`` name it -> its kind and versions."""
 
-_OWNED = read_json("vllm_owned.json")
-FIELDS = _by_name(by_option(_OWNED["fields"]))
+_OWNED = read_table("rules/options/vllm_owned.json")
+FIELDS = _by_flag(by_name(_OWNED["fields"]))
 """Flag -> the field of the spec that it is set by."""
 
-REFUSED = _by_name(by_option(_OWNED["refused"]))
+REFUSED = _by_flag(by_name(_OWNED["refused"]))
 """Flag -> why it cannot be set."""
 
 OWN = {"prefix_cache": Option.read("bool"), "additional_config": Option.read("mapping")}
