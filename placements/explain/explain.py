@@ -144,9 +144,10 @@ def _concerns(spec: Spec, name: str, problem: Problem) -> bool:
     _, line, column = (":::" + problem.where).rsplit(":", 2)
     if not line.isdecimal():
         return True
-    models = {path[1]: place for path, place in spec.places.positions.items() if len(path) == 2 and path[0] == "models"}
-    starts = {model: place.line for model, place in models.items()}
-    if column.isdecimal() and all(place.column > int(column) for place in models.values()):
+    positions = spec.places.positions
+    models = {path[1]: positions[path] for path in positions if len(path) == 2 and path[0] == "models"}
+    starts = {model: position.line for model, position in models.items()}
+    if column.isdecimal() and all(position.column > int(column) for position in models.values()):
         return True  # outside of ``models``
     above = [(start, model) for model, start in starts.items() if start <= int(line)]
     return not above or max(above, key=itemgetter(0))[1] == name
@@ -205,15 +206,15 @@ class _Facts:
         name = f"{model.name}/{self._missing[0].replica if self._missing else len(question.placed)}"
         if not any(suits(model, host, checkpoint) for host in question.kinds):
             lines = tuple(line for host in question.kinds for line in [self._why_unsuited(host)] if line)
-            what = f"{name}: no host is suitable"
-            yield Constraint("no-suitable-host", what, lines, "use another tp_degree or instance type")
+            fact = f"{name}: no host is suitable"
+            yield Constraint("no-suitable-host", fact, lines, "use another tp_degree or instance type")
         judged = suited or question.own_hosts
         on = Counter(placement.host for placement in question.placed)
         spread = model.spread
         if judged and spread is not None and all(on[host.name] >= spread.host for host in judged):
             limit = f"at most {counted(spread.host, 'replica')} on one host"
-            what = f"{name}: {limit}, and each of {counted(len(judged), 'host')} has as many"
-            yield Constraint("spread-blocks", what, (), "add a host, or raise spread")
+            fact = f"{name}: {limit}, and each of {counted(len(judged), 'host')} has as many"
+            yield Constraint("spread-blocks", fact, (), "add a host, or raise spread")
         kinds = kinds_of(question.hosts)
         kind_of = {host.name: kind for host, kind in zip(question.hosts, kinds.of, strict=True)}
         names = [other.name for other in question.spec.models]
@@ -238,8 +239,8 @@ class _Facts:
                 and all(supply[host.name] < demand[kind_of[host.name]] for host in judged)
             ):
                 best = max(judged, key=lambda host: supply[host.name])
-                what = f"{name} needs {demand[kind_of[best.name]]:.4g} {unit}"
-                yield Constraint(id, f"{what}; {best.name} has {max(0.0, supply[best.name]):.4g} left", (), hint)
+                fact = f"{name} needs {demand[kind_of[best.name]]:.4g} {unit}"
+                yield Constraint(id, f"{fact}; {best.name} has {max(0.0, supply[best.name]):.4g} left", (), hint)
         room = self._room()
         if room is not None:
             yield room
@@ -345,7 +346,7 @@ class _Facts:
 
     def holds(self, failed: set[str]) -> Iterator[Constraint]:
         """Yields the demands that are met, with their numbers."""
-        numbers = {name: (what, details) for name, what, details in self._numbers()}
+        numbers = {name: (fact, details) for name, fact, details in self._numbers()}
         for name, ids in _DIMENSIONS.items():
             if name in numbers and not ids & failed:
                 yield Constraint(name, *numbers[name])
@@ -456,10 +457,10 @@ class _Facts:
         for replica in self._leaving.get(placement.host, ()):
             if placement.cores is not None and replica.cores is not None and placement.cores.overlap(replica.cores):
                 rival = self.question.spec.model(replica.model)
-                what = f"priority {rival.priority}" if rival else "not in the spec"
+                fact = f"priority {rival.priority}" if rival else "not in the spec"
                 goes = moved.get(replica)
                 where = "stopped" if goes is None else f"moved to {place_text(goes.host, goes.cores)}"
-                yield f"it displaces {replica.model}/{replica.replica} ({what}) from {replica.cores}: {where}"
+                yield f"it displaces {replica.model}/{replica.replica} ({fact}) from {replica.cores}: {where}"
 
     @cached_property
     def _would_gain(self) -> list[str]:
@@ -487,9 +488,9 @@ def _instance(host: Host) -> str:
     return topology.instance if topology.lnc is None else f"{topology.instance} lnc {topology.lnc}"
 
 
-def _lines(what: str, each: tuple[str, ...], joint: str) -> tuple[str, tuple[str, ...]]:
+def _lines(fact: str, each: tuple[str, ...], joint: str) -> tuple[str, tuple[str, ...]]:
     """Returns (what, details): a single part on the same line, several parts as details."""
-    return (f"{what}{joint}{each[0]}", ()) if len(each) == 1 else (what, each)
+    return (f"{fact}{joint}{each[0]}", ()) if len(each) == 1 else (fact, each)
 
 
 def _listed(numbers: Iterable[int]) -> str:

@@ -198,7 +198,7 @@ class Explanation:
             "priority": self.priority,
             "min": self.required,
             "wanted": self.wanted,
-            "replicas": [place.as_dict() for place in self.places],
+            "replicas": [position.as_dict() for position in self.places],
             "failed": [constraint.as_dict() for constraint in self.failed],
             "holds": [constraint.as_dict() for constraint in self.holds],
             "suggestions": [suggestion.as_dict() for suggestion in self.suggestions],

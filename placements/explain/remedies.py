@@ -195,8 +195,8 @@ class _RemedySearch:
         new = [placement for placement in own if placement.running not in question.running]
         parts = [f"{len(own)} of {counted(trial.wanted[self._model.name], 'replica')}"]
         if new:
-            shown = ", ".join(spots(new[:_MOST_SPOTS]))
-            parts.append(shown + (f" and {len(new) - _MOST_SPOTS} more" if len(new) > _MOST_SPOTS else ""))
+            listed = ", ".join(spots(new[:_MOST_SPOTS]))
+            parts.append(listed + (f" and {len(new) - _MOST_SPOTS} more" if len(new) > _MOST_SPOTS else ""))
         model, checkpoint = self._now(trial), question.checkpoints.get(self._model.name)
         host = next((host for host in trial.hosts if own and host.name == own[0].host), None)
         if checkpoint is not None and host is not None and host.topology is not None and own[0].cores is not None:
@@ -274,7 +274,7 @@ class _RemedySearch:
                 moved.append(pin)
             if tuple(moved) == pins:
                 return
-            parts = [f'"{one}" -> "{new}"' for one, new in zip(pins, moved, strict=True) if one != new]
+            parts = [f'"{pin}" -> "{new}"' for pin, new in zip(pins, moved, strict=True) if pin != new]
             yield self._changed(trial, "pins", f"cores: {', '.join(parts)}", cores=tuple(moved))
 
     def _other_pins_of_rivals(self, trial: Trial) -> Iterator[Trial]:
@@ -294,9 +294,9 @@ class _RemedySearch:
             for rival in chosen:  # the same as pins
                 places = [placement for placement in tried.plan.placements if placement.model == rival.name]
                 cores = [
-                    CorePin(place.cores, pin.host and place.host)
-                    for place, pin in zip(places, rival.cores, strict=False)
-                    if place.cores is not None
+                    CorePin(placement.cores, pin.host and placement.host)
+                    for placement, pin in zip(places, rival.cores, strict=False)
+                    if placement.cores is not None
                 ]
                 if len(cores) == len(rival.cores) and tuple(cores) != rival.cores:
                     spec = changed(spec, rival.name, {"cores": tuple(cores)})

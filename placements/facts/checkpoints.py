@@ -14,10 +14,10 @@ from placements.facts.tnx_families import Reading
 class CheckpointError(Exception):
     """Raised for an unusable config.json, with the problem's id, text and hint."""
 
-    def __init__(self, id: str, what: str, hint: str = "") -> None:
-        super().__init__(f"{id}: {what}" + (f" ({hint})" if hint else ""))
+    def __init__(self, id: str, fact: str, hint: str = "") -> None:
+        super().__init__(f"{id}: {fact}" + (f" ({hint})" if hint else ""))
         self.id = id
-        self.what = what
+        self.what = fact
         self.hint = hint
 
 
@@ -105,8 +105,8 @@ class Checkpoint:
             raise _malformed("config.json has no model_type")
         served = families(kind)
         if not isinstance(family, str) or family not in served:
-            what = f'model_type "{family}" is not supported{_for(kind)} ({", ".join(served)})'
-            raise CheckpointError("unknown-family", what, _family_hint(family, kind))
+            fact = f'model_type "{family}" is not supported{_for(kind)} ({", ".join(served)})'
+            raise CheckpointError("unknown-family", fact, _family_hint(family, kind))
         shape = _READERS[family](family, _Config(config))
         if kind != "generate":
             shape = replace(shape, tied_embeddings=True)  # it has no head over the vocabulary
@@ -161,8 +161,8 @@ def sliding_window(family: str, config: Mapping[str, Any]) -> int | None:
     return read.optional("sliding_window") if family == "mixtral" else None
 
 
-def _malformed(what: str) -> CheckpointError:
-    return CheckpointError("checkpoint-malformed", what, "use the config.json that belongs to the checkpoint")
+def _malformed(fact: str) -> CheckpointError:
+    return CheckpointError("checkpoint-malformed", fact, "use the config.json that belongs to the checkpoint")
 
 
 class _Config:

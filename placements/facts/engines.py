@@ -299,8 +299,8 @@ def choose_engine(model_type: str | None, instance: str | None, versions: Mappin
     listing = " and ".join(f"{candidate} {versions[candidate]}" for candidate in running or installed)
     if not running:
         verb = "does" if len(installed) == 1 else "do"
-        what = f"engine auto: {listing} {verb} not run on {machines}"
-        return NoEngine("engine-unsupported-here", what, _supported_here(str(machines)))
+        fact = f"engine auto: {listing} {verb} not run on {machines}"
+        return NoEngine("engine-unsupported-here", fact, _supported_here(str(machines)))
     for engine in running:
         if model_type is None or serves(engine, model_type, machines, versions[engine]):
             return engine

@@ -80,33 +80,33 @@ def refusals(
                 (field,), f"{field} is not supported together with a prefix cache", f"remove {field}"
             )
     if slots == 1:
-        what = "a prefix cache needs at least two slots: with one, AWS reports wrong answers"
-        yield PrefixCacheRefusal(("max_batch",), what, "set max_batch: 2 or more")
+        fact = "a prefix cache needs at least two slots: with one, AWS reports wrong answers"
+        yield PrefixCacheRefusal(("max_batch",), fact, "set max_batch: 2 or more")
     if max_len < SHORTEST:
-        what = f"a prefix cache needs slots of at least {SHORTEST} tokens, not {max_len}"
-        yield PrefixCacheRefusal(("max_len",), what, f"set max_len: {SHORTEST} or more")
+        fact = f"a prefix cache needs slots of at least {SHORTEST} tokens, not {max_len}"
+        yield PrefixCacheRefusal(("max_len",), fact, f"set max_len: {SHORTEST} or more")
     if prefill[0] < SHORTEST:
-        what = f"with a prefix cache a prefill bucket needs at least {SHORTEST} tokens, not {prefill[0]}"
-        yield PrefixCacheRefusal(("buckets",), what, "remove the shorter buckets")
+        fact = f"with a prefix cache a prefill bucket needs at least {SHORTEST} tokens, not {prefill[0]}"
+        yield PrefixCacheRefusal(("buckets",), fact, "remove the shorter buckets")
     if size & (size - 1):
-        what = f"engine_options.pa_block_size is {size}; it must be a power of two"
-        yield PrefixCacheRefusal((at, "pa_block_size"), what, f"use {BLOCK}")
+        fact = f"engine_options.pa_block_size is {size}; it must be a power of two"
+        yield PrefixCacheRefusal((at, "pa_block_size"), fact, f"use {BLOCK}")
         return  # the other options are counted in blocks
     if number < (least := slots * -(-max_len // size)):
-        what = f"engine_options.pa_num_blocks is {number}, but {slots} slots of {max_len} tokens need {least} blocks"
-        yield PrefixCacheRefusal((at, "pa_num_blocks"), what, f"use at least {least}, or remove it")
+        fact = f"engine_options.pa_num_blocks is {number}, but {slots} slots of {max_len} tokens need {least} blocks"
+        yield PrefixCacheRefusal((at, "pa_num_blocks"), fact, f"use at least {least}, or remove it")
     prefixes, longest = options.get("prefix_buckets"), prefill[-1]
     if isinstance(prefixes, list) and all(type(length) is int for length in prefixes):
         wrong = [length for length in prefixes if length % size or not 0 < length < longest]
         if wrong or prefixes != sorted(set(prefixes)):
-            what = f"engine_options.prefix_buckets is {prefixes}; it must be ascending multiples of the {size} tokens "
+            fact = f"engine_options.prefix_buckets is {prefixes}; it must be ascending multiples of the {size} tokens "
             yield PrefixCacheRefusal(
-                (at, "prefix_buckets"), what + f"of a block below the longest prompt, {longest}", ""
+                (at, "prefix_buckets"), fact + f"of a block below the longest prompt, {longest}", ""
             )
     if not prefix_buckets(options, prefill):
-        what = "no prefix can be cached: no prefill bucket but the longest is a multiple of "
+        fact = "no prefix can be cached: no prefill bucket but the longest is a multiple of "
         yield PrefixCacheRefusal(
-            (at, "prefix_cache"), what + f"the {size} tokens of a block", "set engine_options.prefix_buckets"
+            (at, "prefix_cache"), fact + f"the {size} tokens of a block", "set engine_options.prefix_buckets"
         )
     for name in UNTESTED:
         if options.get(name) not in (None, False, 0) and (name, options[name]) != ("cp_degree", 1):

@@ -78,10 +78,7 @@ class Environment:
 SDKS: tuple[Sdk, ...] = tuple(Sdk(**row) for row in read_table("facts/neuron_sdks.csv"))
 """Oldest first."""
 
-ENVIRONMENTS: tuple[Environment, ...] = tuple(
-    Environment(**row)  # type: ignore[arg-type]  # a test compares the engines
-    for row in read_table("facts/neuron_environments.csv")
-)
+ENVIRONMENTS: tuple[Environment, ...] = tuple(Environment(**row) for row in read_table("facts/neuron_environments.csv"))
 """The preferred operating system first."""
 
 

@@ -96,9 +96,9 @@ class Conversion:
         lost = {(outcome.where, outcome.written) for outcome in self.outcomes if outcome.fate == "refused"}
         return frozenset(setting.name for setting in self.settings.values() if (setting.where, setting.written) in lost)
 
-    def note(self, setting: LmiSetting, fate: Fate, what: str) -> None:
+    def note(self, setting: LmiSetting, fate: Fate, fact: str) -> None:
         """Record what became of a setting."""
-        self.outcomes.append(SettingOutcome(setting.where, setting.written, fate, what))
+        self.outcomes.append(SettingOutcome(setting.where, setting.written, fate, fact))
 
 
 def line_of(path: str) -> str:

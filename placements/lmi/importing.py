@@ -98,12 +98,12 @@ def import_lmi(
         name = name_from(model.name or str(conversion.fields.get("source", "")))
         conversions[_free(name, conversions)] = conversion
     spec, owners = _written(instance, conversions)
-    while bad := {owners[line]: what for line, what in _errors(spec, instance) if line in owners}:
-        mapped = [(name, line, what) for (name, line), what in bad.items() if line in conversions[name].origins]
+    while bad := {owners[line]: fact for line, fact in _errors(spec, instance) if line in owners}:
+        mapped = [(name, line, fact) for (name, line), fact in bad.items() if line in conversions[name].origins]
         if not mapped:
             break
-        for name, line, what in mapped:
-            conversions[name].refuse(line, what)
+        for name, line, fact in mapped:
+            conversions[name].refuse(line, fact)
             _defaults(conversions[name])
         spec, owners = _written(instance, conversions)
     return Imported(spec, tuple(outcome for each in conversions.values() for outcome in each.sorted_outcomes()))
@@ -111,8 +111,8 @@ def import_lmi(
 
 def _version(environment: Sequence[LmiSetting]) -> tuple[int, int]:
     """Returns the version of DJL Serving of a container's image."""
-    found = next((match for each in environment if each.name == IMAGE if (match := _IMAGE.search(each.value))), None)
-    return VERSION if found is None else (int(found[1]), int(found[2]))
+    match = next((match for each in environment if each.name == IMAGE if (match := _IMAGE.search(each.value))), None)
+    return VERSION if match is None else (int(match[1]), int(match[2]))
 
 
 def _errors(spec: str, instance: str) -> list[tuple[int, str]]:

@@ -178,10 +178,10 @@ def _devices(model: Conversion, setting: LmiSetting) -> None:
     if setting.value == "*":
         model.note(setting, "dropped", "all cores, as by default")
         return
-    found = [_CORE.fullmatch(device.strip()) for device in setting.value.split(";")]
+    matches = [_CORE.fullmatch(device.strip()) for device in setting.value.split(";")]
     degree = model.fields.get("tp_degree", 1)
-    starts = [int(match[1]) for match in found if match]
-    if len(starts) != len(found):
+    starts = [int(match[1]) for match in matches if match]
+    if len(starts) != len(matches):
         raise ValueError(f"{setting.value[:60]!r} is not a list of NeuronCores like nc0;nc8")
     model.map(setting, "cores", [f"{start}-{start + degree - 1}" if degree > 1 else str(start) for start in starts])
     model.put("replicas", len(starts), setting.written)

@@ -101,13 +101,13 @@ def _from_lines(text: str, label: str) -> Iterator[tuple[str, str, int]]:
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
-        found = _ASSIGNMENT.fullmatch(line)
-        if found is None:
+        match = _ASSIGNMENT.fullmatch(line)
+        if match is None:
             raise UnreadableSettings(f"{label}:{number}: not a line KEY=VALUE: {line.strip()[:60]}")
-        value = found[2].strip()
+        value = match[2].strip()
         if len(value) >= 2 and value[0] == value[-1] and value[0] in "'\"":
             value = value[1:-1]
-        yield found[1], value, number
+        yield match[1], value, number
 
 
 def _from_json(text: str, label: str) -> Iterator[tuple[str, str, int]]:
@@ -145,5 +145,5 @@ def _container(value: Mapping[str, Any]) -> dict[str, str]:
     """Returns what a container of a SageMaker model says beside its environment."""
     source = value.get(MODEL_DATA)
     data = source.get("S3DataSource") if isinstance(source, dict) else None
-    place = data.get("S3Uri") if isinstance(data, dict) else value.get("ModelDataUrl")
-    return {name: text for name, text in ((MODEL_DATA, place), (IMAGE, value.get(IMAGE))) if isinstance(text, str)}
+    uri = data.get("S3Uri") if isinstance(data, dict) else value.get("ModelDataUrl")
+    return {name: text for name, text in ((MODEL_DATA, uri), (IMAGE, value.get(IMAGE))) if isinstance(text, str)}

@@ -322,8 +322,8 @@ class PlanDraft:
     def _report(self, tenant: Tenant, required: bool, refusal: PlacementRefusal, pin: int | None = None) -> None:
         name = self._names[tenant.model]
         where = self._spec.where("models", name) if pin is None else self._spec.where("models", name, "cores", pin)
-        what = f"{name}/{tenant.replica} {refusal.what}"
-        problem = Problem(refusal.id, "error" if required else "warning", where, what, refusal.hint)
+        fact = f"{name}/{tenant.replica} {refusal.what}"
+        problem = Problem(refusal.id, "error" if required else "warning", where, fact, refusal.hint)
         self._unplaced.append((tenant.model, Unplaced(name, tenant.replica, (problem,))))
 
     def clear_range(self, cores: int) -> tuple[str, CoreRange] | None:

@@ -54,9 +54,9 @@ class Refusals:
         reasons = [self._why_taken(numbers[name], pin.cores) for name in names if name in numbers]
         on = f" of {pin.host}" if pin.host else ""
         why = "; ".join(reasons[:3]) or "no host has that name"
-        what = f"is pinned to cores {pin.cores}{on}, but {why}"
+        fact = f"is pinned to cores {pin.cores}{on}, but {why}"
         hint = "`corewright status` shows the holders; free the cores, or change the pin"
-        return PlacementRefusal("pin-taken", what, hint)
+        return PlacementRefusal("pin-taken", fact, hint)
 
     def _why_taken(self, number: int, cores: CoreRange) -> str:
         host = self._ground.hosts[number]
@@ -91,9 +91,9 @@ class Refusals:
         hosts = [i for i in hosts if ground.kinds.of[i] in tenant.demand.kinds]
         if not hosts:
             names = sorted({host.topology.instance for host in ground.kinds.hosts if host.topology})
-            what = f"has no suitable host: tp_degree {tp}, the engine or memory excludes {', '.join(names)}"
+            fact = f"has no suitable host: tp_degree {tp}, the engine or memory excludes {', '.join(names)}"
             hint = "`corewright explain` shows which; use another tp_degree or instance type"
-            return PlacementRefusal("no-suitable-host", what, hint)
+            return PlacementRefusal("no-suitable-host", fact, hint)
         open_hosts = self._open(tp, tenant.demand.kinds, hosts)
         if open_hosts:
             return self._why_closed(tenant, open_hosts)
@@ -132,8 +132,8 @@ class Refusals:
         if not apart:
             where = f"the {counted(len(hosts), 'host')} with {counted(tenant.size, 'free core')}"
             have = "has" if len(hosts) == 1 else "have"
-            what = f"is limited by spread: at most {demand.most} on a host, and {where} {have} that many"
-            return PlacementRefusal("spread-blocks", what, "add a host, or raise spread")
+            fact = f"is limited by spread: at most {demand.most} on a host, and {where} {have} that many"
+            return PlacementRefusal("spread-blocks", fact, "add a host, or raise spread")
         memory_hint = "set host_memory_gib if you measured that it needs less, or add a host"
         for id, need_of, supply, unit, hint in (
             ("host-memory-short", demand.memory, self._memory, "GiB of host memory", memory_hint),
@@ -148,9 +148,9 @@ class Refusals:
             if need_of and all(supply[i] < need_of[kinds[i]] for i in apart):
                 best = max(apart, key=lambda i: supply[i])
                 need = need_of[kinds[best]]
-                what = f"needs {need:.4g} {unit}; {self._ground.hosts[best].name} has {max(0.0, supply[best]):.4g} left"
+                fact = f"needs {need:.4g} {unit}; {self._ground.hosts[best].name} has {max(0.0, supply[best]):.4g} left"
                 comparison = f", the most of {counted(len(apart), 'host')} with free cores" if len(apart) > 1 else ""
-                return PlacementRefusal(id, f"{what}{comparison}", hint)
+                return PlacementRefusal(id, f"{fact}{comparison}", hint)
         return PlacementRefusal("no-room", "needs cores, memory and CPUs that no host has free together", "add a host")
 
 

@@ -197,10 +197,10 @@ def _corrected(
         return corrected
     requests = sum(each.requests or 0 for each in near)
     step_s = min(max(estimate.step_s * median(ratios), least), longest)
-    what = f"{estimate.source}; step x {step_s / estimate.step_s:.2f} by {counted(requests, 'request')} measured with "
-    what += difference(most.shape or {}, shape_of(model, checkpoint, engine, hosts))
+    fact = f"{estimate.source}; step x {step_s / estimate.step_s:.2f} by {counted(requests, 'request')} measured with "
+    fact += difference(most.shape or {}, shape_of(model, checkpoint, engine, hosts))
     error = DECODE_ERROR + error_of(requests)
-    return replace(corrected, step_s=step_s, decode_error=error, requests=requests, source=what)
+    return replace(corrected, step_s=step_s, decode_error=error, requests=requests, source=fact)
 
 
 def error_of(requests: int) -> float:

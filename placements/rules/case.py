@@ -131,8 +131,8 @@ class Case:
         spec = self.spec.model_copy(update={"models": models, "engines": engines})
         fleet = Fleet([host for host in self.all_hosts.hosts if takes_cores(model.engine, host)])
         errors = replace(self, spec=spec, model=model, fleet=fleet, is_trial=True).errors
-        place = self.spec.where("models", model.name, *path) if path else None
-        return not errors - self._standing.errors and all(where != place for _, where in errors)
+        position = self.spec.where("models", model.name, *path) if path else None
+        return not errors - self._standing.errors and all(where != position for _, where in errors)
 
     @cached_property
     def _standing(self) -> Case:
@@ -174,12 +174,12 @@ class Case:
         serve the family."""
         if self.engine != "auto":
             return (self.engine,)
-        places = self.machines or ("",)
+        machines = self.machines or ("",)
         family = self.family
         return tuple(
             engine
             for engine in AUTO_ENGINES
-            if any(runs_on(engine, place) and (family is None or serves(engine, family, place)) for place in places)
+            if any(runs_on(engine, name) and (family is None or serves(engine, family, name)) for name in machines)
         )
 
     @cached_property
@@ -210,9 +210,9 @@ class Case:
             return True
         return suits(self.model, host, self.checkpoint, self.draft)
 
-    def problem(self, id: str, path: Path, what: str, hint: str = "", severity: Severity = "error") -> Problem:
+    def problem(self, id: str, path: Path, fact: str, hint: str = "", severity: Severity = "error") -> Problem:
         """Returns a problem at the position of a field of the model."""
-        return Problem(id, severity, self.spec.where("models", self.model.name, *path), what, hint)
+        return Problem(id, severity, self.spec.where("models", self.model.name, *path), fact, hint)
 
 
 def has_tp(topology: Topology, tp: int) -> bool:

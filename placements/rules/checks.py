@@ -76,8 +76,8 @@ def min_within_max(case: Case) -> Iterator[Problem]:
     """replicas.min is at most replicas.max."""
     replicas = case.model.replicas
     if replicas.min > replicas.max:
-        what = f"replicas: min {replicas.min} exceeds max {replicas.max}"
-        yield case.problem("min-exceeds-max", ("replicas", "min"), what, f"raise max to {replicas.min} or lower min")
+        fact = f"replicas: min {replicas.min} exceeds max {replicas.max}"
+        yield case.problem("min-exceeds-max", ("replicas", "min"), fact, f"raise max to {replicas.min} or lower min")
 
 
 def schedules_within_bounds(case: Case) -> Iterator[Problem]:
@@ -87,18 +87,18 @@ def schedules_within_bounds(case: Case) -> Iterator[Problem]:
         path = ("scaling", "schedules", i)
         for key, count in (("min", schedule.min), ("max", schedule.max)):
             if count is not None and count > replicas.max:
-                what = f"a schedule's {key} {count} exceeds replicas.max {replicas.max}"
+                fact = f"a schedule's {key} {count} exceeds replicas.max {replicas.max}"
                 hint = f"raise replicas.max to {count}, or lower the schedule's {key}"
-                yield case.problem("schedule-exceeds-max", (*path, key), what, hint)
+                yield case.problem("schedule-exceeds-max", (*path, key), fact, hint)
         least = replicas.min if schedule.min is None else schedule.min
         if schedule.max is not None and least > schedule.max:
-            what = f"a schedule's max {schedule.max} is less than min {least}, which applies at that time"
+            fact = f"a schedule's max {schedule.max} is less than min {least}, which applies at that time"
             hint = f"set the schedule's min to {schedule.max}"
             hint = f"raise it to {least}, or {hint}" if least <= replicas.max else hint
-            yield case.problem("min-exceeds-max", (*path, "max"), what, hint)
+            yield case.problem("min-exceeds-max", (*path, "max"), fact, hint)
         if schedule.min is None and schedule.max is None:
-            what = "a schedule without min and max has no effect"
-            yield case.problem("schedule-without-effect", path, what, "set its min or max", "warning")
+            fact = "a schedule without min and max has no effect"
+            yield case.problem("schedule-without-effect", path, fact, "set its min or max", "warning")
 
 
 def revisions_are_of_the_hub(case: Case) -> Iterator[Problem]:
@@ -109,9 +109,9 @@ def revisions_are_of_the_hub(case: Case) -> Iterator[Problem]:
         revisions.append((("draft", "revision"), model.draft.revision, model.draft_kind))
     for keys, revision, kind in revisions:
         if revision is not None and kind != "hub":
-            what = f"{'.'.join(map(str, keys))} is {revision!r}, but the source is {_NOT_ON_THE_HUB[kind]}"
+            fact = f"{'.'.join(map(str, keys))} is {revision!r}, but the source is {_NOT_ON_THE_HUB[kind]}"
             hint = "remove it; use a folder for each version instead"
-            yield case.problem("revision-without-hub", keys, what, hint)
+            yield case.problem("revision-without-hub", keys, fact, hint)
 
 
 _NOT_ON_THE_HUB = {"path": "a folder", "s3": "in S3"}
@@ -127,9 +127,9 @@ def spread_leaves_room(case: Case) -> Iterator[Problem]:
     least = model.replicas.min
     if hosts and least > spread.host * hosts:
         places = counted(hosts, "suitable host")
-        what = f"min {least} of {model.name} exceeds {spread.host} on each of {places}"
+        fact = f"min {least} of {model.name} exceeds {spread.host} on each of {places}"
         hint = f"add hosts, raise spread.host to {-(-least // hosts)}, or lower replicas.min to {spread.host * hosts}"
-        yield case.problem("spread-too-narrow", ("spread",), what, hint)
+        yield case.problem("spread-too-narrow", ("spread",), fact, hint)
     only = case.hosts[0].name if len(case.hosts) == 1 else None
     pins: dict[str, int] = {}
     for i, pin in enumerate(model.cores):
@@ -137,19 +137,19 @@ def spread_leaves_room(case: Case) -> Iterator[Problem]:
         if name is not None and case.hosts:
             pins[name] = pins.get(name, 0) + 1
             if pins[name] == spread.host + 1:
-                what = f'pin "{pin}" is number {pins[name]} on {name}, but spread allows {spread.host} on a host'
+                fact = f'pin "{pin}" is number {pins[name]} on {name}, but spread allows {spread.host} on a host'
                 hint = "pin to another host, or raise spread.host"
-                yield case.problem("spread-too-narrow", ("cores", i), what, hint)
+                yield case.problem("spread-too-narrow", ("cores", i), fact, hint)
 
 
 def length_within_positions(case: Case) -> Iterator[Problem]:
     """max_len is within the checkpoint's positions."""
     checkpoint, length = case.checkpoint, case.model.max_len
     if checkpoint and checkpoint.max_positions and length and length > checkpoint.max_positions:
-        what = f"max_len {length} exceeds the {checkpoint.max_positions} positions of {case.model.name}"
+        fact = f"max_len {length} exceeds the {checkpoint.max_positions} positions of {case.model.name}"
         most = checkpoint.max_positions
         hint = f"set max_len to {most} or less" if case.works(max_len=most) else "lower max_len and buckets"
-        yield case.problem("max-len-exceeds-positions", ("max_len",), what, hint)
+        yield case.problem("max-len-exceeds-positions", ("max_len",), fact, hint)
 
 
 _RULES: tuple[Rule, ...] = (
@@ -180,16 +180,16 @@ def names_are_of_one_model(spec: Spec) -> Iterator[Problem]:
         for i, alias in enumerate(model.aliases):
             where = spec.where("models", model.name, "aliases", alias if isinstance(model.aliases, Mapping) else i)
             if alias in names:
-                what = f'the alias "{alias}" of "{model.name}" is the name of a model'
-                yield Problem("alias-taken", "error", where, what, "use another alias, or rename the model")
+                fact = f'the alias "{alias}" of "{model.name}" is the name of a model'
+                yield Problem("alias-taken", "error", where, fact, "use another alias, or rename the model")
             elif alias in adapters:
-                what = f'the alias "{alias}" of "{model.name}" is the name of an adapter'
-                yield Problem("alias-taken", "error", where, what, "use another alias, or rename the adapter")
+                fact = f'the alias "{alias}" of "{model.name}" is the name of an adapter'
+                yield Problem("alias-taken", "error", where, fact, "use another alias, or rename the adapter")
             elif alias in owners:
                 other = owners[alias]
                 whose = "a duplicate" if other == model.name else f'also an alias of "{other}"'
-                what = f'the alias "{alias}" of "{model.name}" is {whose}'
-                yield Problem("alias-taken", "error", where, what, "remove one of the two")
+                fact = f'the alias "{alias}" of "{model.name}" is {whose}'
+                yield Problem("alias-taken", "error", where, fact, "remove one of the two")
             owners.setdefault(alias, model.name)
 
 
@@ -203,19 +203,19 @@ def reserve_within_host(spec: Spec, hosts: Sequence[Host]) -> Iterator[Problem]:
         path: Path = ("hosts", i, "reserve") if ("hosts", i) in spec.places.positions else ("hosts", "reserve")
         outside = [core for core in sorted(host.reserved_cores) if core >= host.cores]
         if outside:
-            what = f"reserve.cores names {core_list(outside)}; {host.name} has cores 0-{host.cores - 1}"
+            fact = f"reserve.cores names {core_list(outside)}; {host.name} has cores 0-{host.cores - 1}"
             where = spec.where(*path, "cores")
-            yield Problem("reserve-outside-host", "error", where, what, "reserve cores that exist")
+            yield Problem("reserve-outside-host", "error", where, fact, "reserve cores that exist")
         if host.reserve_vcpus >= len(host.cpus):
             cpus = counted(len(host.cpus), "CPU")
-            what = f"reserve.vcpus {host.reserve_vcpus} leaves none of the {cpus} of {host.name}"
+            fact = f"reserve.vcpus {host.reserve_vcpus} leaves none of the {cpus} of {host.name}"
             hint = f"reserve at most {len(host.cpus) - 1}"
-            yield Problem("reserve-exceeds-host", "error", spec.where(*path, "vcpus"), what, hint)
+            yield Problem("reserve-exceeds-host", "error", spec.where(*path, "vcpus"), fact, hint)
         if host.topology and host.memory_gib is not None and wish.reserve.memory_gib >= host.topology.memory_gib:
             memory = host.topology.memory_gib
-            what = f"reserve.memory_gib {wish.reserve.memory_gib:g} leaves none of the {memory} GiB of {host.name}"
+            fact = f"reserve.memory_gib {wish.reserve.memory_gib:g} leaves none of the {memory} GiB of {host.name}"
             where = spec.where(*path, "memory_gib")
-            yield Problem("reserve-exceeds-host", "error", where, what, f"reserve less than {memory}")
+            yield Problem("reserve-exceeds-host", "error", where, fact, f"reserve less than {memory}")
 
 
 def threads_within_budget(spec: Spec, hosts: Sequence[Host]) -> Iterator[Problem]:
@@ -236,11 +236,11 @@ def threads_within_budget(spec: Spec, hosts: Sequence[Host]) -> Iterator[Problem
     worst = max(over.values(), key=lambda load: load[0] - load[1], default=None)
     if worst is not None and worst[0] > worst[1]:
         total, budget, host = worst
-        what = (
+        fact = (
             f"replicas could run {total} threads on the {counted(budget, 'CPU')} of {host.name} "
             "and slow each other down: use fewer replicas or threads"
         )
-        yield Problem("threads-oversubscribed", "warning", spec.where("hosts"), what)
+        yield Problem("threads-oversubscribed", "warning", spec.where("hosts"), fact)
 
 
 def _suits(model: ModelSpec, host: Host) -> bool:
@@ -310,16 +310,16 @@ def max_can_fit(
         crowded = any(count for name, count in rivals.items() if name != model.name)
         more = "lower the min of the others, or add hosts" if crowded else "add hosts"
         if placed < least:
-            what = f"min {least} of {model.name} can never fit: there is room for {placed} beside the min of the others"
+            fact = f"min {least} of {model.name} can never fit: there is room for {placed} beside the min of the others"
             hint = f"set replicas.min to {placed}, or add hosts" if placed else more
             hint += f"; `corewright explain {model.name}` tries more"
             where = spec.where("models", model.name, "replicas", "min")
-            yield Problem("min-never-fits", "warning", where, what, hint)
+            yield Problem("min-never-fits", "warning", where, fact, hint)
         elif not placed:
-            what = f"{model.name} can never start: there is no room for a replica beside the min of the others"
+            fact = f"{model.name} can never start: there is no room for a replica beside the min of the others"
             hint = f"{more}; `corewright explain {model.name}` tries more"
-            yield Problem("model-never-fits", "warning", spec.where("models", model.name), what, hint)
+            yield Problem("model-never-fits", "warning", spec.where("models", model.name), fact, hint)
         elif placed < most:
-            what = f"max {most} of {model.name} can never fit: there is room for {placed} beside the min of the others"
+            fact = f"max {most} of {model.name} can never fit: there is room for {placed} beside the min of the others"
             hint = f"set replicas.max to {placed}, or add hosts"
-            yield Problem("max-never-fits", "warning", spec.where("models", model.name, "replicas", "max"), what, hint)
+            yield Problem("max-never-fits", "warning", spec.where("models", model.name, "replicas", "max"), fact, hint)

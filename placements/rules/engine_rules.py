@@ -41,13 +41,13 @@ T = TypeVar("T")
 def engine_runs_here(case: Case) -> Iterator[Problem]:
     """The engine runs on at least one of the machines."""
     engine, machines = case.engine, case.machines
-    if engine in HOST_ENGINES or not machines or any(runs_on(engine, place) for place in machines):
+    if engine in HOST_ENGINES or not machines or any(runs_on(engine, machine) for machine in machines):
         return
-    others = [other for other in AUTO_ENGINES if other != engine and all(runs_on(other, place) for place in machines)]
-    what = f"the engine {engine} does not run on {' or '.join(machines)}"
+    others = [each for each in AUTO_ENGINES if each != engine and all(runs_on(each, machine) for machine in machines)]
+    fact = f"the engine {engine} does not run on {' or '.join(machines)}"
     usable = case.engines_of(*others)
     hint = f"use {usable}, or another instance type" if usable else "use another instance type"
-    yield case.problem("engine-unsupported-here", ("engine",), what, hint)
+    yield case.problem("engine-unsupported-here", ("engine",), fact, hint)
 
 
 def family_is_served(case: Case) -> Iterator[Problem]:
@@ -55,22 +55,22 @@ def family_is_served(case: Case) -> Iterator[Problem]:
     engine, family, machines = case.engine, case.family, case.machines
     if engine in (*HOST_ENGINES, "torch-neuronx") or family is None or case.model.kind != "generate":
         return  # the rules of encoders report it
-    running = [place for place in machines if runs_on(engine, place)]
+    running = [machine for machine in machines if runs_on(engine, machine)]
     if machines and not running:
         return  # reported by another rule
-    if any(serves(engine, family, place) for place in running or (None,)):
+    if any(serves(engine, family, machine) for machine in running or (None,)):
         return
     subject = f"the engine {engine} does" if engine != "auto" else "the Neuron engines do"
-    what = f"{subject} not serve {family}, the family of {case.model.name}"
+    fact = f"{subject} not serve {family}, the family of {case.model.name}"
     if family in REFUSED and engine in ("auto", "transformers-neuronx"):
-        what += f": {REFUSED[family]}"
-    others = [other for other in AUTO_ENGINES if any(serves(other, family, place) for place in machines or (None,))]
+        fact += f": {REFUSED[family]}"
+    others = [other for other in AUTO_ENGINES if any(serves(other, family, machine) for machine in machines or (None,))]
     hint = "use another model"
     if usable := case.engines_of(*others):
         hint = f"use {usable}"
     elif case.works(engine="cpu"):
         hint = "use engine: cpu, which is slow, or another model"
-    yield case.problem("family-unsupported", ("engine",), what, hint)
+    yield case.problem("family-unsupported", ("engine",), fact, hint)
 
 
 def window_is_kept(case: Case) -> Iterator[Problem]:
@@ -78,19 +78,19 @@ def window_is_kept(case: Case) -> Iterator[Problem]:
 
     Otherwise the answers would differ from the model's.
     """
-    checkpoint, machines = case.checkpoint, [place for place in case.machines if runs_on(case.engine, place)]
+    checkpoint, machines = case.checkpoint, [machine for machine in case.machines if runs_on(case.engine, machine)]
     if case.candidates != ("nxd-inference",) or checkpoint is None or checkpoint.window is None:
         return
-    newest = min((newest_nxd(place) for place in machines), key=NXD_VERSIONS.index, default=NXD_VERSIONS[-1])
+    newest = min((newest_nxd(machine) for machine in machines), key=NXD_VERSIONS.index, default=NXD_VERSIONS[-1])
     others = {"a draft": case.model.draft, "a prefix cache": case.model.engine_options.get("prefix_cache")}
     beside = next((f" with {name}" for name, value in others.items() if value), "")
     keeps = case.family == "mistral" and reaches(newest, NXD_WINDOW) and not beside
     if keeps or checkpoint.window >= case.model.length(checkpoint):
         return
-    what = f"{case.model.name} has a sliding window of {checkpoint.window} tokens, but NxD Inference"
-    what += f" {newest} supports none for {case.family}{beside}"
+    fact = f"{case.model.name} has a sliding window of {checkpoint.window} tokens, but NxD Inference"
+    fact += f" {newest} supports none for {case.family}{beside}"
     hint = f"set max_len: {checkpoint.window}, or use another engine"
-    yield case.problem("window-not-kept", ("max_len",), what, hint)
+    yield case.problem("window-not-kept", ("max_len",), fact, hint)
 
 
 def tnx_computes_it(case: Case) -> Iterator[Problem]:
@@ -105,16 +105,16 @@ def tnx_computes_it(case: Case) -> Iterator[Problem]:
             continue
         whose, reading = case.model.name if field == "engine" else f"the draft of {case.model.name}", checkpoint.on_tnx
         if reading.lacks:
-            what = f"transformers-neuronx does not support {checkpoint.model_type} with {reading.lacks}, as in {whose}"
-            yield case.problem("family-unsupported", (field,), what, "use another engine or model")
+            fact = f"transformers-neuronx does not support {checkpoint.model_type} with {reading.lacks}, as in {whose}"
+            yield case.problem("family-unsupported", (field,), fact, "use another engine or model")
         elif misread := reading.misread(None):
-            what = f"transformers-neuronx misreads the rotary positions of {whose}: {misread}"
-            yield case.problem("rotary-misread", (field,), what, MISREAD_HINT)
+            fact = f"transformers-neuronx misreads the rotary positions of {whose}: {misread}"
+            yield case.problem("rotary-misread", (field,), fact, MISREAD_HINT)
         if reading.approximates:
-            what = f"transformers-neuronx computes {reading.approximates} of {whose} by its tanh approximation, "
-            what += "gelu_new: logits differ slightly"
+            fact = f"transformers-neuronx computes {reading.approximates} of {whose} by its tanh approximation, "
+            fact += "gelu_new: logits differ slightly"
             hint = "compare answers with engine: cpu, or use an engine that computes it exactly"
-            yield case.problem("activation-approximated", (field,), what, hint, "warning")
+            yield case.problem("activation-approximated", (field,), fact, hint, "warning")
 
 
 def heads_are_padded(case: Case) -> Iterator[Problem]:
@@ -123,9 +123,9 @@ def heads_are_padded(case: Case) -> Iterator[Problem]:
     if checkpoint is None or not case.model.allow_head_padding or checkpoint.heads % tp == 0:
         return
     if case.candidates == ("transformers-neuronx",) and checkpoint.model_type in TNX_UNPADDED:
-        what = f"tp_degree {tp} does not divide the {checkpoint.heads} attention heads of {case.model.name}"
-        what += f", and transformers-neuronx cannot pad the heads of {checkpoint.model_type}"
-        yield case.problem("heads-not-divisible", ("tp_degree",), what, "use a degree that divides them")
+        fact = f"tp_degree {tp} does not divide the {checkpoint.heads} attention heads of {case.model.name}"
+        fact += f", and transformers-neuronx cannot pad the heads of {checkpoint.model_type}"
+        yield case.problem("heads-not-divisible", ("tp_degree",), fact, "use a degree that divides them")
 
 
 def degree_is_the_engines(case: Case) -> Iterator[Problem]:
@@ -133,9 +133,9 @@ def degree_is_the_engines(case: Case) -> Iterator[Problem]:
     tp = case.model.tp_degree
     tnx_on_trn1 = case.engine == "transformers-neuronx" and case.machines == ("trn1",)
     if tnx_on_trn1 and tp == 16 and tp not in case.model.allow_degrees:
-        what = "tp_degree 16 on trn1 is in the guide of NxD Inference, not in that of transformers-neuronx"
+        fact = "tp_degree 16 on trn1 is in the guide of NxD Inference, not in that of transformers-neuronx"
         hint = "use 8 or 32; allow_degrees: [16] silences this"
-        yield case.problem("undocumented-degree", ("tp_degree",), what, hint, "warning")
+        yield case.problem("undocumented-degree", ("tp_degree",), fact, hint, "warning")
 
 
 def engine_can_draft(case: Case) -> Iterator[Problem]:
@@ -149,13 +149,13 @@ def engine_can_draft(case: Case) -> Iterator[Problem]:
     if draft is None or case.checkpoint is None:
         return
     if draft.vocab != case.checkpoint.vocab:
-        what = f"the draft has a vocabulary of {draft.vocab} tokens, but {model.name} has {case.checkpoint.vocab}"
-        yield case.problem("bad-draft", ("draft",), what, "use a draft with the same vocabulary")
+        fact = f"the draft has a vocabulary of {draft.vocab} tokens, but {model.name} has {case.checkpoint.vocab}"
+        yield case.problem("bad-draft", ("draft",), fact, "use a draft with the same vocabulary")
     if case.engine not in HOST_ENGINES and draft.heads % model.tp_degree != 0 and not model.allow_head_padding:
-        what = f"tp_degree {model.tp_degree} does not divide the {draft.heads} attention heads of the draft"
-        what += f" of {model.name}, which uses the same cores"
+        fact = f"tp_degree {model.tp_degree} does not divide the {draft.heads} attention heads of the draft"
+        fact += f" of {model.name}, which uses the same cores"
         hint = "use another degree or draft, or add allow_head_padding: true for an engine that pads with zeros"
-        yield case.problem("heads-not-divisible", ("draft",), what, hint)
+        yield case.problem("heads-not-divisible", ("draft",), fact, hint)
 
 
 def _to_draft(engine: Engine, case: Case) -> Objection | None:
@@ -243,15 +243,15 @@ def engine_can_sample(case: Case) -> Iterator[Problem]:
     if case.model.sampling == "host" or case.engine in HOST_ENGINES or case.family is None:
         return
     if case.engine == "optimum-neuron" and (why_not := _why_no_device_sampling(case)):
-        what = f"optimum-neuron does not sample tokens of {case.model.name} on the device: {why_not}"
-        yield case.problem("setting-unsupported", ("sampling",), what, "set sampling: host")
+        fact = f"optimum-neuron does not sample tokens of {case.model.name} on the device: {why_not}"
+        yield case.problem("setting-unsupported", ("sampling",), fact, "set sampling: host")
         return
 
     if case.candidates == ("transformers-neuronx",) and case.family not in TNX_SAMPLING:
-        what = (
+        fact = (
             f"transformers-neuronx samples tokens of {case.family}, the family of {case.model.name}, on the host only"
         )
-        yield case.problem("setting-unsupported", ("sampling",), what, "set sampling: host")
+        yield case.problem("setting-unsupported", ("sampling",), fact, "set sampling: host")
 
 
 def _why_no_device_sampling(case: Case) -> str:
@@ -276,23 +276,23 @@ def buckets_make_sense(case: Case) -> Iterator[Problem]:
     for field, lengths in (("prefill", model.buckets.prefill), ("decode", model.buckets.decode)):
         for i, (length, following) in enumerate(pairwise(lengths)):
             if following <= length:
-                what = f"buckets.{field}: {following} follows {length}; lengths must ascend"
+                fact = f"buckets.{field}: {following} follows {length}; lengths must ascend"
                 hint = f"write [{', '.join(map(str, sorted(set(lengths))))}]"
-                yield case.problem("bad-buckets", ("buckets", field, i + 1), what, hint)
+                yield case.problem("bad-buckets", ("buckets", field, i + 1), fact, hint)
                 break
         else:
             if longest is not None and lengths and lengths[-1] > longest:
-                what = f"buckets.{field}: {lengths[-1]} exceeds max_len, {longest}"
+                fact = f"buckets.{field}: {lengths[-1]} exceeds max_len, {longest}"
                 hint = f"end with {longest}, or raise max_len"
-                yield case.problem("bad-buckets", ("buckets", field, len(lengths) - 1), what, hint)
+                yield case.problem("bad-buckets", ("buckets", field, len(lengths) - 1), fact, hint)
             elif longest is not None and field == "decode" and lengths and lengths[-1] < longest:
-                what = f"buckets.decode ends at {lengths[-1]}; its longest length must be max_len, {longest}"
+                fact = f"buckets.decode ends at {lengths[-1]}; its longest length must be max_len, {longest}"
                 hint = f"add {longest}, or lower max_len"
-                yield case.problem("bad-buckets", ("buckets", field, len(lengths) - 1), what, hint)
+                yield case.problem("bad-buckets", ("buckets", field, len(lengths) - 1), fact, hint)
     several = model.buckets.prefill or len(model.buckets.decode) > 1
     if several and case.candidates == ("transformers-neuronx",) and case.family in TNX_UNPADDED:
-        what = f"transformers-neuronx compiles {case.family} for one length only, max_len"
-        yield case.problem("bad-buckets", ("buckets",), what, "remove buckets")
+        fact = f"transformers-neuronx compiles {case.family} for one length only, max_len"
+        yield case.problem("bad-buckets", ("buckets",), fact, "remove buckets")
 
 
 def buckets_are_no_steps(case: Case) -> Iterator[Problem]:
@@ -305,9 +305,9 @@ def buckets_are_no_steps(case: Case) -> Iterator[Problem]:
         steps = (1,) if model.draft is None or engine != "nxd-inference" else (1, model.draft.k + 1)
         step = next((step for step in steps if step in model.buckets.prefill), None)
         if engine in case.candidates and step is not None:
-            what = f"buckets.prefill: {engine} would treat a prompt of {counted(step, 'token')} as a decoding step"
+            fact = f"buckets.prefill: {engine} would treat a prompt of {counted(step, 'token')} as a decoding step"
             where = ("buckets", "prefill", model.buckets.prefill.index(step))
-            yield case.problem("bad-buckets", where, what, "use a longer one")
+            yield case.problem("bad-buckets", where, fact, "use a longer one")
             return
 
 
@@ -335,12 +335,12 @@ def flags_are_free(case: Case) -> Iterator[Problem]:
         if field is None and compiler.optlevel is not None and (name.startswith("-O") or name == "--optlevel"):
             field = "compiler.optlevel"
         if field is not None:
-            what = f"compiler.flags: {name} cannot be set here"
+            fact = f"compiler.flags: {name} cannot be set here"
             hint = f"set {field} instead" if field else "remove it"
-            yield case.problem("bad-compiler-flags", ("compiler", "flags"), what, hint)
+            yield case.problem("bad-compiler-flags", ("compiler", "flags"), fact, hint)
         elif name in _NXD_FLAGS and "nxd-inference" in case.candidates:
-            what = f"compiler.flags: nxd-inference sets {name} itself"
-            yield case.problem("bad-compiler-flags", ("compiler", "flags"), what, "remove it")
+            fact = f"compiler.flags: nxd-inference sets {name} itself"
+            yield case.problem("bad-compiler-flags", ("compiler", "flags"), fact, "remove it")
 
 
 def engine_can_share_heads(case: Case) -> Iterator[Problem]:
@@ -354,10 +354,10 @@ def engine_can_share_heads(case: Case) -> Iterator[Problem]:
     if mode is None or case.engine not in ("auto", "transformers-neuronx"):
         return
     if mode == "shard-over-batch":
-        what = (
+        fact = (
             "group_query_attention: transformers-neuronx cannot use shard-over-batch, since it runs prompts one by one"
         )
-        yield case.problem("gqa-unsupported", path, what, "remove it, or use all-gather-heads")
+        yield case.problem("gqa-unsupported", path, fact, "remove it, or use all-gather-heads")
         return
     if checkpoint is None:
         return
@@ -381,9 +381,9 @@ def engine_can_run(case: Case) -> Iterator[Problem]:
     """A Neuron engine is used only on hosts with Neuron devices."""
     hosts = case.all_hosts.hosts
     if needs_neuron(case.model.engine) and hosts and all(host.emulated or host.topology is None for host in hosts):
-        what = f"engine {case.model.engine} needs Neuron devices, but the hosts are emulated or have none"
+        fact = f"engine {case.model.engine} needs Neuron devices, but the hosts are emulated or have none"
         hint = "use engine: auto, which selects cpu" if case.works(engine="auto") else "use hosts with Neuron devices"
-        yield case.problem("engine-needs-neuron", ("engine",), what, hint, "warning")
+        yield case.problem("engine-needs-neuron", ("engine",), fact, hint, "warning")
 
 
 def _objection(case: Case, why: Callable[[Engine], T | None]) -> T | None:
@@ -400,35 +400,35 @@ def engine_serves_the_kind(case: Case) -> Iterator[Problem]:
     model = case.model
     if model.kind == "generate":
         if case.engine == "torch-neuronx":
-            what = "the engine torch-neuronx does not serve kind generate"
+            fact = "the engine torch-neuronx does not serve kind generate"
             kinds = joined([kind for kind in KINDS[1:] if case.works(kind=kind)], "or")
             ways = [f"set kind: {kinds}"] if kinds else []
             ways += [f"use {engines}"] if (engines := case.engines_of(*AUTO_ENGINES)) else []
             hint = "; or ".join(ways) or "use an engine that generates text"
-            yield case.problem("kind-unsupported", ("engine",), what, hint)
+            yield case.problem("kind-unsupported", ("engine",), fact, hint)
         return
     if case.engine in (*ENGINES_OF_ENCODERS, "auto"):  # auto: hosts are unknown
         return
-    what = f"the engine {case.engine} does not serve kind {model.kind}"
+    fact = f"the engine {case.engine} does not serve kind {model.kind}"
     engines = case.engines_of(*ENGINES_OF_ENCODERS)
     hint = f"use engine: {engines}" if engines else f"use an engine of encoders: {', '.join(ENGINES_OF_ENCODERS)}"
     if case.family in EMBEDDING_DECODERS:
         if case.engine == "nxd-inference":
-            what += ": its models return the logits or the id of the next token, not the hidden states of a text"
+            fact += ": its models return the logits or the id of the next token, not the hidden states of a text"
         hint = "only cpu embeds with a decoder, and it is slow"
         if case.works(engine="cpu"):
             hint = "use engine: cpu, which is slow: no other engine embeds with a decoder"
     if case.engine in ("server", "vllm"):
         hint += "; or engine: server without kind, which forwards requests to its own /v1/embeddings"
-    yield case.problem("kind-unsupported", ("kind",), what, hint)
+    yield case.problem("kind-unsupported", ("kind",), fact, hint)
 
 
 def encoders_use_one_core(case: Case) -> Iterator[Problem]:
     """A replica of an encoder is not divided among cores."""
     model = case.model
     if model.kind != "generate" and model.tp_degree != 1:
-        what = f"tp_degree {model.tp_degree} is not supported for kind {model.kind}: a replica uses one core"
-        yield case.problem("setting-unsupported", ("tp_degree",), what, "remove it, and set replicas")
+        fact = f"tp_degree {model.tp_degree} is not supported for kind {model.kind}: a replica uses one core"
+        yield case.problem("setting-unsupported", ("tp_degree",), fact, "remove it, and set replicas")
 
 
 def family_is_traced(case: Case) -> Iterator[Problem]:
@@ -437,9 +437,9 @@ def family_is_traced(case: Case) -> Iterator[Problem]:
     if case.engine != "torch-neuronx" or model.kind == "generate" or family is None or family in TRACED_FAMILIES:
         return
     why = TRACED_REFUSED.get(family, "it is not an encoder")
-    what = f"the engine torch-neuronx does not serve {family}, the family of {model.name}: {why}"
+    fact = f"the engine torch-neuronx does not serve {family}, the family of {model.name}: {why}"
     hint = "use engine: cpu, which is slow, or another model" if case.works(engine="cpu") else "use another model"
-    yield case.problem("family-unsupported", ("engine",), what, hint)
+    yield case.problem("family-unsupported", ("engine",), fact, hint)
 
 
 def traces_fit(case: Case) -> Iterator[Problem]:
@@ -450,13 +450,13 @@ def traces_fit(case: Case) -> Iterator[Problem]:
     lengths = model.buckets.prefill
     longest = model.length(case.checkpoint) if model.max_len is not None or case.checkpoint is not None else None
     if lengths and longest is not None and lengths[-1] < longest:
-        what = f"buckets.prefill ends at {lengths[-1]}; its longest length must be max_len, {longest}"
+        fact = f"buckets.prefill ends at {lengths[-1]}; its longest length must be max_len, {longest}"
         where = ("buckets", "prefill", len(lengths) - 1)
-        yield case.problem("bad-buckets", where, what, f"add {longest}, or lower max_len")
+        yield case.problem("bad-buckets", where, fact, f"add {longest}, or lower max_len")
     batch = model.engine_options.get("compiled_batch")
     if type(batch) is int and batch > model.max_batch:
-        what = f"engine_options.compiled_batch is {batch}, more than max_batch, {model.max_batch}"
-        yield case.problem("out-of-range", ("engine_options", "compiled_batch"), what, "raise max_batch, or lower it")
+        fact = f"engine_options.compiled_batch is {batch}, more than max_batch, {model.max_batch}"
+        yield case.problem("out-of-range", ("engine_options", "compiled_batch"), fact, "raise max_batch, or lower it")
 
 
 ENGINE_RULES: tuple[Rule, ...] = (

@@ -40,11 +40,11 @@ def engine_options_are_known(case: Case) -> Iterator[Problem]:
     if engine in ENGINE_OPTIONS or engine not in PACKAGES:
         yield from _own_options(case)
         return
-    places = [place for place in case.machines if runs_on(engine, place)] or [""]
-    newest = max((newest_nxd(place) for place in places), key=lambda name: [int(part) for part in name.split(".")])
+    places = [machine for machine in case.machines if runs_on(engine, machine)] or [""]
+    newest = max((newest_nxd(machine) for machine in places), key=lambda name: [int(part) for part in name.split(".")])
     scope = Scope(engine, case.family, newest if engine == "nxd-inference" else "", " and ".join(filter(None, places)))
-    for id, path, what, hint in check_options(scope, case.model.engine_options, ModelSpec.model_fields):
-        yield case.problem(id, ("engine_options", *path), what, hint)
+    for id, path, fact, hint in check_options(scope, case.model.engine_options, ModelSpec.model_fields):
+        yield case.problem(id, ("engine_options", *path), fact, hint)
 
 
 def options_fit_the_model(case: Case) -> Iterator[Problem]:
@@ -52,8 +52,8 @@ def options_fit_the_model(case: Case) -> Iterator[Problem]:
     engine, options = case.engine, case.model.engine_options
     prompts = options.get("prompt_batch_size")
     if engine == "transformers-neuronx" and type(prompts) is int and prompts != case.model.max_batch:
-        what = f"engine_options.prompt_batch_size is {prompts}; it must equal max_batch, {case.model.max_batch}"
-        yield case.problem("out-of-range", ("engine_options", "prompt_batch_size"), what, "remove it")
+        fact = f"engine_options.prompt_batch_size is {prompts}; it must equal max_batch, {case.model.max_batch}"
+        yield case.problem("out-of-range", ("engine_options", "prompt_batch_size"), fact, "remove it")
     yield from _device_top_k(case)
     yield from _layouts_of_llama(case)
     yield from _blocks(case)
@@ -64,17 +64,17 @@ def _layouts_of_llama(case: Case) -> Iterator[Problem]:
     """Layouts of weights and of the KV cache that transformers-neuronx builds for Llama only."""
     options, checkpoint, tp = case.model.engine_options, case.checkpoint, case.model.tp_degree
     for name in _LLAMA_ONLY if case.engine == "transformers-neuronx" else ():
-        what = f"engine_options.{name} is not possible for {case.model.name}: "
+        fact = f"engine_options.{name} is not possible for {case.model.name}: "
         if options.get(name) is not True or case.family is None:
             continue
         if case.family != "llama":
-            what += f"transformers-neuronx builds it for llama only, not for {case.family}"
+            fact += f"transformers-neuronx builds it for llama only, not for {case.family}"
         elif name == "shard_over_sequence" and checkpoint and (tp <= checkpoint.kv_heads or tp % checkpoint.kv_heads):
             heads = counted(checkpoint.kv_heads, "KV head")
-            what += f"tp_degree {tp} is not a multiple of the {heads} that is above {checkpoint.kv_heads}"
+            fact += f"tp_degree {tp} is not a multiple of the {heads} that is above {checkpoint.kv_heads}"
         else:
             continue
-        yield case.problem("setting-unsupported", ("engine_options", name), what, "remove it")
+        yield case.problem("setting-unsupported", ("engine_options", name), fact, "remove it")
 
 
 def _blocks(case: Case) -> Iterator[Problem]:
@@ -83,8 +83,8 @@ def _blocks(case: Case) -> Iterator[Problem]:
     if case.engine == "nxd-inference" and options.get("prefix_cache") is True:
         others = {"draft": model.draft, "quantize_kv": model.quantize_kv}
         length, prefill = model.length(case.checkpoint), model.buckets.prefill or ()
-        for path, what, hint in kv_blocks.refusals(options, model.max_batch, length, prefill, others):
-            yield case.problem("setting-unsupported", path, what, hint)
+        for path, fact, hint in kv_blocks.refusals(options, model.max_batch, length, prefill, others):
+            yield case.problem("setting-unsupported", path, fact, hint)
 
 
 def _quantized_options(case: Case) -> Iterator[Problem]:
@@ -96,15 +96,15 @@ def _quantized_options(case: Case) -> Iterator[Problem]:
             continue  # another rule reports the wrong type
         choices = NXD_QUANTIZED_DTYPES.get(model.quantize or "", ())
         if model.quantize is None:
-            what = f"engine_options.{name} has no effect: quantize is not set"
-            yield case.problem("setting-unsupported", path, what, "add quantize: int8 or quantize: fp8")
+            fact = f"engine_options.{name} has no effect: quantize is not set"
+            yield case.problem("setting-unsupported", path, fact, "add quantize: int8 or quantize: fp8")
         elif name == "quantization_dtype" and value not in choices:
-            what = f"engine_options.{name} is {value}; with quantize: {model.quantize} it must be "
-            what += " or ".join(choices)
-            yield case.problem("unknown-value", path, what)
+            fact = f"engine_options.{name} is {value}; with quantize: {model.quantize} it must be "
+            fact += " or ".join(choices)
+            yield case.problem("unknown-value", path, fact)
         elif name == "quantized_checkpoints_path" and not is_path(value):
-            what = f"engine_options.{name} is {value}; it must be a folder on the host"
-            yield case.problem("bad-source", path, what, "begin the path with /, ./, ../ or ~")
+            fact = f"engine_options.{name} is {value}; it must be a folder on the host"
+            yield case.problem("bad-source", path, fact, "begin the path with /, ./, ../ or ~")
 
 
 def _device_top_k(case: Case) -> Iterator[Problem]:
@@ -112,8 +112,8 @@ def _device_top_k(case: Case) -> Iterator[Problem]:
     most = config.get("global_topk") if isinstance(config, Mapping) else None
     if case.engine == "nxd-inference" and type(most) is int and not 1 <= most <= _TOP_K:
         path = ("engine_options", "on_device_sampling_config", "global_topk")
-        what = f"engine_options.on_device_sampling_config.global_topk is {most}; it must be from 1 to {_TOP_K}"
-        yield case.problem("out-of-range", path, what)
+        fact = f"engine_options.on_device_sampling_config.global_topk is {most}; it must be from 1 to {_TOP_K}"
+        yield case.problem("out-of-range", path, fact)
 
 
 def _own_options(case: Case) -> Iterator[Problem]:
@@ -127,15 +127,15 @@ def _own_options(case: Case) -> Iterator[Problem]:
             hint = f"did you mean {close[0]}?" if close else f"options of {engine}: {', '.join(options) or 'none'}"
             if engine == "auto":
                 hint = f"set engine to the one with this option: {' or '.join(AUTO_ENGINES)}"
-            what = f'engine_options: "{name}" is not an option of the engine {engine}'
-            yield case.problem("unknown-engine-option", path, what, hint)
+            fact = f'engine_options: "{name}" is not an option of the engine {engine}'
+            yield case.problem("unknown-engine-option", path, fact, hint)
         elif not _is_of(option, value):
             kind = "true or false" if option is None else "a whole number" if option.whole else "a number"
-            shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-            yield case.problem("wrong-type", path, f"engine_options.{name} is {shown}; it must be {kind}")
+            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+            yield case.problem("wrong-type", path, f"engine_options.{name} is {text}; it must be {kind}")
         elif option is not None and not option.least <= value <= option.most:
-            what = f"engine_options.{name} is {value}; it must be from {option.least} to {option.most}"
-            yield case.problem("out-of-range", path, what)
+            fact = f"engine_options.{name} is {value}; it must be from {option.least} to {option.most}"
+            yield case.problem("out-of-range", path, fact)
 
 
 def _is_of(option: OptionRange | None, value: Any) -> bool:

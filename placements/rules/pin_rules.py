@@ -23,20 +23,20 @@ def pins_within_max(case: Case) -> Iterator[Problem]:
     pins, most = case.model.cores, 2 * case.model.replicas.max
     if len(pins) > most:
         replicas = counted(case.model.replicas.max, "replica")
-        what = f"{len(pins)} pins for at most {replicas}: {_quoted(pins[most])} and later pins are never used"
+        fact = f"{len(pins)} pins for at most {replicas}: {_quoted(pins[most])} and later pins are never used"
         raised = case.model.replicas.model_copy(update={"max": len(pins)})
         hint = "remove pins: an update uses at most one more for each replica"
         hint = f"raise replicas.max to {len(pins)}, or {hint}" if case.works(replicas=raised) else hint
-        yield case.problem("too-many-pins", ("cores", most), what, hint)
+        yield case.problem("too-many-pins", ("cores", most), fact, hint)
 
 
 def pins_have_effect(case: Case) -> Iterator[Problem]:
     """Only a model that uses cores has pins."""
     if case.model.cores and case.all_hosts.hosts and not case.hosts:
-        what = (
+        fact = (
             f"pin {_quoted(case.model.cores[0])} has no effect: the {case.engine} engine uses no cores of a real host"
         )
-        yield case.problem("pin-without-effect", ("cores",), what, "remove the pins", "warning")
+        yield case.problem("pin-without-effect", ("cores",), fact, "remove the pins", "warning")
 
 
 def pins_on_known_hosts(case: Case) -> Iterator[Problem]:
@@ -44,13 +44,13 @@ def pins_on_known_hosts(case: Case) -> Iterator[Problem]:
     names = case.all_hosts.names
     for i, pin in enumerate(case.model.cores):
         if names and pin.host is not None and pin.host not in names:
-            what = f'pin {_quoted(pin)} names the unknown host "{pin.host}"; the hosts are {_some([*names])}'
+            fact = f'pin {_quoted(pin)} names the unknown host "{pin.host}"; the hosts are {_some([*names])}'
             others = [CorePin(pin.cores, name) for name in names]
             if pin.host.isdecimal() and int(pin.host) < pin.cores.first:  # "0:7", a range in another notation
                 others = [CorePin(CoreRange(int(pin.host), pin.cores.last))]
             meant = next((other for other in others if _works(case, i, other)), None)
             hint = "name one of the hosts" if meant is None else f"write {_quoted(meant)}"
-            yield case.problem("pin-unknown-host", ("cores", i), what, hint)
+            yield case.problem("pin-unknown-host", ("cores", i), fact, hint)
 
 
 def pins_inside_host(case: Case) -> Iterator[Problem]:
@@ -58,8 +58,8 @@ def pins_inside_host(case: Case) -> Iterator[Problem]:
     for i, pin, hosts in _pinned(case):
         host = max(hosts, key=lambda host: host.cores)
         if pin.cores.last >= host.cores:
-            what = f"pin {_quoted(pin)} ends at core {pin.cores.last}; {host.name} has cores 0-{host.cores - 1}"
-            yield case.problem("pin-outside-host", ("cores", i), what, "pin to cores that exist")
+            fact = f"pin {_quoted(pin)} ends at core {pin.cores.last}; {host.name} has cores 0-{host.cores - 1}"
+            yield case.problem("pin-outside-host", ("cores", i), fact, "pin to cores that exist")
 
 
 def pins_off_reserved(case: Case) -> Iterator[Problem]:
@@ -67,9 +67,9 @@ def pins_off_reserved(case: Case) -> Iterator[Problem]:
     for i, pin, hosts in _pinned(case):
         shared = [sorted(set(pin.cores) & host.reserved_cores) for host in hosts if pin.cores.last < host.cores]
         if shared and all(shared):
-            what = f"pin {_quoted(pin)} contains reserved {core_list(shared[0])}"
+            fact = f"pin {_quoted(pin)} contains reserved {core_list(shared[0])}"
             hint = "move the pin, or remove the core from reserve.cores"
-            yield case.problem("pin-reserved", ("cores", i), what, hint)
+            yield case.problem("pin-reserved", ("cores", i), fact, hint)
 
 
 def pins_as_long_as_tp(case: Case) -> Iterator[Problem]:
@@ -77,18 +77,18 @@ def pins_as_long_as_tp(case: Case) -> Iterator[Problem]:
     tp = case.model.tp_degree
     if case.hosts and _single_cores(case):
         count = len(case.model.cores)
-        what = f"cores lists {count} single cores, but each item is the range of one replica, and tp_degree is {tp}"
+        fact = f"cores lists {count} single cores, but each item is the range of one replica, and tp_degree is {tp}"
         ranges = ", ".join(map(_quoted, _ranges(case)))
         hint = f"write cores: [{ranges}]" if ranges else f"write a range of {tp} cores for each replica"
-        yield case.problem("pin-length", ("cores",), what, hint)
+        yield case.problem("pin-length", ("cores",), fact, hint)
         return
     for i, pin in enumerate(case.model.cores):
         if len(pin.cores) != tp and case.hosts and (pin.host is None or pin.host in case.all_hosts.names):
-            what = f"pin {_quoted(pin)} has {counted(len(pin.cores), 'core')}, but tp_degree is {tp}"
+            fact = f"pin {_quoted(pin)} has {counted(len(pin.cores), 'core')}, but tp_degree is {tp}"
             fitting, length = CorePin(CoreRange.of_length(pin.cores.first, tp), pin.host), len(pin.cores)
             ways = [f"pin to {_quoted(fitting)}"] if _works(case, i, fitting) else []
             ways += [f"set tp_degree to {length}"] if case.works(tp_degree=length) else []
-            yield case.problem("pin-length", ("cores", i), what, ", or ".join(ways) or f"pin to {tp} free cores")
+            yield case.problem("pin-length", ("cores", i), fact, ", or ".join(ways) or f"pin to {tp} free cores")
 
 
 def pins_have_their_degree(case: Case) -> Iterator[Problem]:
@@ -100,13 +100,13 @@ def pins_have_their_degree(case: Case) -> Iterator[Problem]:
         if not able or any(case.suits(host) for host in hosts):
             continue
         if not any(host.topology and case.has_degree(host.topology) for host in hosts):
-            what = f"pin {_quoted(pin)} is on {own}, which does not support tp_degree {case.model.tp_degree}"
+            fact = f"pin {_quoted(pin)} is on {own}, which does not support tp_degree {case.model.tp_degree}"
             hint = f"pin to a host of type {_types(able)}"
-            yield case.problem("illegal-degree", ("cores", i), what, hint)
+            yield case.problem("illegal-degree", ("cores", i), fact, hint)
         elif fitting:
-            what = f"pin {_quoted(pin)} is on {own}, whose cores have too little HBM for {case.model.name}"
+            fact = f"pin {_quoted(pin)} is on {own}, whose cores have too little HBM for {case.model.name}"
             hint = f"pin to a host of type {_types(Fleet(fitting).types)}"
-            yield case.problem("hbm-exceeded", ("cores", i), what, hint)
+            yield case.problem("hbm-exceeded", ("cores", i), fact, hint)
 
 
 def pins_are_aligned(case: Case) -> Iterator[Problem]:
@@ -124,13 +124,13 @@ def pins_are_aligned(case: Case) -> Iterator[Problem]:
         aligned = f"a multiple of {steps[types[0]]}"
         if len(set(steps.values())) > 1:
             aligned = on_each(types, lambda topology: f"multiples of {steps[topology]}")  # noqa: B023
-        what = f"pin {_quoted(pin)} begins at core {pin.cores.first}; tp_degree {tp} must begin at {aligned}"
+        fact = f"pin {_quoted(pin)} begins at core {pin.cores.first}; tp_degree {tp} must begin at {aligned}"
         least = min(steps.values())
         first = pin.cores.first // least * least
         near = [CorePin(CoreRange.of_length(start, tp), pin.host) for start in (first, first + least)]
         free = next((other for other in near if _works(case, i, other)), None)
         hint = "pin to other cores" if free is None else f"pin to {_quoted(free)}"
-        yield case.problem("pin-misaligned", ("cores", i), what, hint)
+        yield case.problem("pin-misaligned", ("cores", i), fact, hint)
 
 
 PIN_RULES: tuple[Rule, ...] = (
@@ -159,7 +159,7 @@ def pins_do_not_overlap(spec: Spec, hosts: Sequence[Host]) -> Iterator[Problem]:
     With several hosts, pins without a host overlap only if no assignment to hosts avoids it.
     """
     cored = {host.name: FreeCores.of(host) for host in hosts if host.cores}
-    claims = sorted(_claims(spec, hosts, cored), key=lambda claim: _place(spec, claim))
+    claims = sorted(_claims(spec, hosts, cored), key=lambda claim: _position(spec, claim))
     movable: list[_Claim] = []
     for later, claim in enumerate(claims):
         clashes = [other for other in claims[:later] if _clash(other, claim, surely=len(cored) <= 1)]
@@ -197,9 +197,9 @@ def _claims(spec: Spec, hosts: Sequence[Host], cored: Mapping[str, FreeCores]) -
                 yield _Claim(model.name, number, pin)
 
 
-def _place(spec: Spec, claim: _Claim) -> tuple[int, int]:
-    place = spec.places.positions.get(("models", claim.model, "cores", claim.number))
-    return (place.line, place.column) if place else (0, 0)
+def _position(spec: Spec, claim: _Claim) -> tuple[int, int]:
+    position = spec.places.positions.get(("models", claim.model, "cores", claim.number))
+    return (position.line, position.column) if position else (0, 0)
 
 
 def _clash(claim: _Claim, other: _Claim, *, surely: bool) -> bool:
@@ -215,9 +215,9 @@ def _overlap(spec: Spec, later: _Claim, earlier: _Claim, further: str = "") -> P
     shared = later.pin.cores.overlap(earlier.pin.cores)
     cores = f"{plural(len(shared or ()), 'core')} {shared}"
     other = f'another pin of "{earlier.model}"' if later.model == earlier.model else f'"{earlier.model}"'
-    what = f'pin {_quoted(later.pin)} of "{later.model}" shares {cores} with {other}, {_quoted(earlier.pin)}{further}'
-    place = spec.where("models", later.model, "cores", later.number)
-    return Problem("pin-overlap", "error", place, what, "move one of the two")
+    fact = f'pin {_quoted(later.pin)} of "{later.model}" shares {cores} with {other}, {_quoted(earlier.pin)}{further}'
+    position = spec.where("models", later.model, "cores", later.number)
+    return Problem("pin-overlap", "error", position, fact, "move one of the two")
 
 
 def _works(case: Case, number: int, pin: CorePin) -> bool:
@@ -263,5 +263,5 @@ def _quoted(pin: CorePin) -> str:
 
 
 def _some(words: Sequence[str], separator: str = ", ") -> str:
-    shown = separator.join(words[:4])
-    return f"{shown}{separator}and {len(words) - 4} more" if len(words) > 4 else shown
+    listed = separator.join(words[:4])
+    return f"{listed}{separator}and {len(words) - 4} more" if len(words) > 4 else listed

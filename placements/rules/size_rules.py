@@ -22,29 +22,29 @@ def degree_is_legal(case: Case) -> Iterator[Problem]:
     legal = [topology for topology in types if case.has_degree(topology)]
     supported = {topology: [tp for tp in DEGREES[topology.family] if tp <= topology.cores] for topology in types}
     if all(tp > topology.cores for topology in types):
-        what = f"tp_degree {tp} exceeds the {counted(types[0].cores, 'core')} of {case.hosts[0].name}"
+        fact = f"tp_degree {tp} exceeds the {counted(types[0].cores, 'core')} of {case.hosts[0].name}"
         if len(types) > 1:
             sizes = on_each(types, lambda topology: counted(topology.cores, "core"))
-            what = f"tp_degree {tp} exceeds the cores of every host: {sizes}"
+            fact = f"tp_degree {tp} exceeds the cores of every host: {sizes}"
         every = sorted({tp for degrees in supported.values() for tp in degrees})
         fitting = [tp for tp in every if case.works(tp_degree=tp)]
         hint = f"use {joined(fitting, 'or')}, or a larger instance type" if fitting else "use a larger instance type"
-        yield case.problem("degree-exceeds-host", path, what, hint)
+        yield case.problem("degree-exceeds-host", path, fact, hint)
     elif not legal:
-        what = f"tp_degree {tp} is not supported on {types[0].family} ({joined(supported[types[0]])})"
+        fact = f"tp_degree {tp} is not supported on {types[0].family} ({joined(supported[types[0]])})"
         if len(types) > 1:
-            what = f"tp_degree {tp} is not supported on any host: {on_each(types, lambda t: joined(supported[t]))}"
+            fact = f"tp_degree {tp} is not supported on any host: {on_each(types, lambda t: joined(supported[t]))}"
         every = sorted({tp for degrees in supported.values() for tp in degrees})
         fitting = [tp for tp in every if case.works(tp_degree=tp)]
         hint = f"use {joined(fitting, 'or')}" if fitting else "use another tp_degree"
         if case.works(allow_degrees=(*case.model.allow_degrees, tp)):
             hint += f", or add allow_degrees: [{tp}] if you know that it works"
-        yield case.problem("illegal-degree", path, what, hint)
+        yield case.problem("illegal-degree", path, fact, hint)
     elif tp not in case.model.allow_degrees and not any(_is_documented(topology, tp) for topology in legal):
-        what = f"tp_degree {tp} is documented on one AWS page only, not in the guides of the engines"
+        fact = f"tp_degree {tp} is documented on one AWS page only, not in the guides of the engines"
         if legal[0].lnc == 1:
-            what = f"tp_degree {tp} is documented for {legal[0].family} with lnc 2 only, but lnc is 1"
-        yield case.problem("undocumented-degree", path, what, f"allow_degrees: [{tp}] silences this", "warning")
+            fact = f"tp_degree {tp} is documented for {legal[0].family} with lnc 2 only, but lnc is 1"
+        yield case.problem("undocumented-degree", path, fact, f"allow_degrees: [{tp}] silences this", "warning")
 
 
 def heads_divisible(case: Case) -> Iterator[Problem]:
@@ -53,13 +53,13 @@ def heads_divisible(case: Case) -> Iterator[Problem]:
     if checkpoint is None or not case.hosts or case.model.allow_head_padding or checkpoint.heads % tp == 0:
         return
     dividing = [degree for degree in degrees_of(case.fleet.types) if checkpoint.heads % degree == 0]
-    what = f"tp_degree {tp} does not divide the {checkpoint.heads} attention heads of {case.model.name}"
+    fact = f"tp_degree {tp} does not divide the {checkpoint.heads} attention heads of {case.model.name}"
     roomy = [degree for degree in dividing if any(case.has_room(degree, topology) for topology in case.fleet.types)]
     roomy = [degree for degree in roomy if case.works(tp_degree=degree)]
     hint = "add allow_head_padding: true for an engine that pads with zeros"
     if roomy:
         hint = f"use {joined(roomy, 'or')}, or {hint}"
-    yield case.problem("heads-not-divisible", ("tp_degree",), what, hint)
+    yield case.problem("heads-not-divisible", ("tp_degree",), fact, hint)
 
 
 def experts_divisible(case: Case) -> Iterator[Problem]:
@@ -68,10 +68,10 @@ def experts_divisible(case: Case) -> Iterator[Problem]:
     if case.engine != "transformers-neuronx" or not experts or experts % tp == 0 or tp % experts == 0:
         return
     dividing = [degree for degree in degrees_of(case.fleet.types) if experts % degree == 0 or degree % experts == 0]
-    what = f"tp_degree {tp} and the {experts} experts of {case.model.name} do not divide each other"
+    fact = f"tp_degree {tp} and the {experts} experts of {case.model.name} do not divide each other"
     dividing = [degree for degree in dividing if case.works(tp_degree=degree)]
     hint = f"use {joined(dividing, 'or')}" if dividing else "use another degree or engine"
-    yield case.problem("experts-not-divisible", ("tp_degree",), what, hint)
+    yield case.problem("experts-not-divisible", ("tp_degree",), fact, hint)
 
 
 def _is_documented(topology: Topology, tp: int) -> bool:
@@ -95,10 +95,10 @@ def fits_memory(case: Case) -> Iterator[Problem]:
     of = f" of {largest.instance}" if len(types) > 1 else ""
     terms = f"{need} {need.on_cores(model.tp_degree)}, more than {USABLE_HBM} x {hbm} = {limit:.2f} GiB of HBM{of}"
     setting = f"tp_degree {model.tp_degree}, max_batch {model.max_batch}, max_len {model.length(checkpoint)}"
-    what = f"{model.name} does not fit into memory with {setting}, {model.dtype_on(case.engine)}: {terms}"
+    fact = f"{model.name} does not fit into memory with {setting}, {model.dtype_on(case.engine)}: {terms}"
     ways = list(_ways_to_fit(case, types))
     hint = "; or ".join(ways) or "use a larger instance type and a greater tp_degree"
-    yield case.problem("hbm-exceeded", ("tp_degree",), what, hint)
+    yield case.problem("hbm-exceeded", ("tp_degree",), fact, hint)
 
 
 def _ways_to_fit(case: Case, types: Sequence[Topology]) -> Iterator[str]:
@@ -156,10 +156,10 @@ def fits_host_memory(case: Case) -> Iterator[Problem]:
     else:
         return
     if need > max(memory):
-        what = f"a replica of {model.name} needs {need:.2f} GiB of host memory to load"
-        what += f", but {largest.name} has {max(memory):g} GiB for replicas"
+        fact = f"a replica of {model.name} needs {need:.2f} GiB of host memory to load"
+        fact += f", but {largest.name} has {max(memory):g} GiB for replicas"
         hint = "use a larger instance type, or set host_memory_gib if you measured less"
-        yield case.problem("host-memory-exceeded", (path,), what, hint)
+        yield case.problem("host-memory-exceeded", (path,), fact, hint)
 
 
 SIZE_RULES: tuple[Rule, ...] = (degree_is_legal, heads_divisible, experts_divisible, fits_memory, fits_host_memory)

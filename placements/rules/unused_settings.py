@@ -139,12 +139,12 @@ def defaults_have_an_effect(case: Case) -> Iterator[Problem]:
     4. sampling on the device                                -> nothing that only the host does
     """
     model = case.model
-    place = ""
+    subject = ""
     refused: tuple[str, ...] = ()
     if case.engine == "server":
-        place = "the engine server, which gets requests as they were sent"  # 1
+        subject = "the engine server, which gets requests as they were sent"  # 1
     elif model.kind != "generate":
-        place = f"kind {model.kind}"  # 2
+        subject = f"kind {model.kind}"  # 2
     elif case.engine == "echo":
         refused = _PENALTIES  # 3
     elif model.sampling == "device":
@@ -152,13 +152,13 @@ def defaults_have_an_effect(case: Case) -> Iterator[Problem]:
     given: dict[tuple[str, ...], RequestDefaults] = {("request_defaults",): model.request_defaults}
     given |= {("aliases", alias): defaults for alias, defaults in model.alias_defaults.items()}
     for path, defaults in given.items():
-        if place and defaults.given:
-            what = f"{'.'.join(path)} has no effect on {place}"
-            yield case.problem("setting-unsupported", path, what, "remove these defaults")
+        if subject and defaults.given:
+            fact = f"{'.'.join(path)} has no effect on {subject}"
+            yield case.problem("setting-unsupported", path, fact, "remove these defaults")
         for field in (field for field in refused if getattr(defaults, field) is not None):
-            what = f"{'.'.join((*path, field))} is not supported with "
-            what += "the engine echo" if case.engine == "echo" else "sampling: device"
-            yield case.problem("setting-unsupported", (*path, field), what, "remove it")
+            fact = f"{'.'.join((*path, field))} is not supported with "
+            fact += "the engine echo" if case.engine == "echo" else "sampling: device"
+            yield case.problem("setting-unsupported", (*path, field), fact, "remove it")
 
 
 UNUSED_SETTINGS = (

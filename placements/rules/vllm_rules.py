@@ -29,25 +29,25 @@ def flags_are_known(case: Case) -> Iterator[Problem]:
     planned = case.vllm_releases
     versions: list[tuple[str, str]] = [(release.vllm, release.plugin) for release in planned] or [("", "")]
     findings = [finding for vllm, plugin in versions for finding in check_flags(options, vllm, plugin)]
-    for id, path, what, hint in {finding.path: finding for finding in findings}.values():
-        yield case.problem(id, ("engine_options", *path), what, hint)
+    for id, path, fact, hint in {finding.path: finding for finding in findings}.values():
+        yield case.problem(id, ("engine_options", *path), fact, hint)
 
 
 def plugin_runs_here(case: Case) -> Iterator[Problem]:
     """The release of the plugin runs on the machines."""
     for release in case.vllm_releases:
-        for place in case.machines:
-            last = LAST_FOR.get(place)
+        for machine in case.machines:
+            last = LAST_FOR.get(machine)
             if last is None or version_of(release.plugin) <= version_of(last):
                 continue
             where, hint = ("engine",), f'set engines.vllm.plugin: "{last}"'
             if release.back_end == "neuron":
-                what = f"vllm-neuron {release.plugin} does not run on {place}: it requires trn2"
-                yield case.problem("engine-unsupported-here", where, what, hint)
+                fact = f"vllm-neuron {release.plugin} does not run on {machine}: it requires trn2"
+                yield case.problem("engine-unsupported-here", where, fact, hint)
             else:
-                what = f"vllm-neuron {release.plugin} is for Neuron SDK {release.sdk}, which requires trn2; "
-                what += f"the last release for {place} is {last}"
-                yield case.problem("engine-unsupported-here", where, what, hint, "warning")
+                fact = f"vllm-neuron {release.plugin} is for Neuron SDK {release.sdk}, which requires trn2; "
+                fact += f"the last release for {machine} is {last}"
+                yield case.problem("engine-unsupported-here", where, fact, hint, "warning")
 
 
 def objection_to_draft(case: Case) -> Objection | None:
@@ -65,18 +65,18 @@ def weights_are_quantized(case: Case) -> Iterator[Problem]:
     model = case.model
     for release in case.vllm_releases:
         if model.quantize is not None and release.back_end == "neuron":
-            what = f"quantize has no effect on vllm-neuron {release.plugin}: the checkpoint decides it"
-            yield case.problem("quantize-unsupported", ("quantize",), what, "use a quantized checkpoint")
+            fact = f"quantize has no effect on vllm-neuron {release.plugin}: the checkpoint decides it"
+            yield case.problem("quantize-unsupported", ("quantize",), fact, "use a quantized checkpoint")
         elif model.quantize is not None:
             given = model.engine_options.get("additional_config")
             inner = given.get("override_neuron_config") if isinstance(given, dict) else None
             if not isinstance(inner, dict) or not inner.get("quantized_checkpoints_path"):
-                what = f"quantize on vllm-neuron {release.plugin} needs the folder of the quantized checkpoint"
+                fact = f"quantize on vllm-neuron {release.plugin} needs the folder of the quantized checkpoint"
                 hint = "set quantized_checkpoints_path in engine_options.additional_config.override_neuron_config"
-                yield case.problem("quantize-unsupported", ("quantize",), what, hint)
+                yield case.problem("quantize-unsupported", ("quantize",), fact, hint)
         if model.quantize_kv is not None and model.quantize_kv != "fp8":
-            what = f"vllm-neuron supports a KV cache of fp8 or of the dtype, not of {model.quantize_kv}"
-            yield case.problem("quantize-unsupported", ("quantize_kv",), what, "set quantize_kv: fp8")
+            fact = f"vllm-neuron supports a KV cache of fp8 or of the dtype, not of {model.quantize_kv}"
+            yield case.problem("quantize-unsupported", ("quantize_kv",), fact, "set quantize_kv: fp8")
 
 
 def prefixes_are_cached(case: Case) -> Iterator[Problem]:
@@ -86,18 +86,18 @@ def prefixes_are_cached(case: Case) -> Iterator[Problem]:
         return
     for release in [release for release in case.vllm_releases if release.back_end == "nxd"]:
         if model.max_batch == 1:
-            what = f"vllm-neuron {release.plugin} gives wrong answers with prefix_cache and max_batch 1"
+            fact = f"vllm-neuron {release.plugin} gives wrong answers with prefix_cache and max_batch 1"
             hint = "raise max_batch, or remove prefix_cache"
-            yield case.problem("setting-unsupported", ("engine_options", "prefix_cache"), what, hint)
+            yield case.problem("setting-unsupported", ("engine_options", "prefix_cache"), fact, hint)
         size, given = options.get("block_size", BLOCK_SIZE), options.get("num_gpu_blocks_override")
         if type(size) is not int or size < 1 or type(given) is not int:
             continue
         least = blocks(model.length(case.checkpoint), model.max_batch, size)
         if given < least:
-            what = f"engine_options.num_gpu_blocks_override is {given}; max_batch {model.max_batch} slots of "
-            what += f"{model.length(case.checkpoint)} tokens need {least} blocks of {size}"
+            fact = f"engine_options.num_gpu_blocks_override is {given}; max_batch {model.max_batch} slots of "
+            fact += f"{model.length(case.checkpoint)} tokens need {least} blocks of {size}"
             hint = f"set it to {least}, or remove it"
-            yield case.problem("out-of-range", ("engine_options", "num_gpu_blocks_override"), what, hint)
+            yield case.problem("out-of-range", ("engine_options", "num_gpu_blocks_override"), fact, hint)
 
 
 def kv_fits_its_share(case: Case) -> Iterator[Problem]:
@@ -110,14 +110,14 @@ def kv_fits_its_share(case: Case) -> Iterator[Problem]:
     used, hbm = hbm_share(case.model.engine_options), max(topology.hbm_per_core_gib for topology in types)
     share, rest = used * KV_SHARE * hbm, used * hbm - (need.total - need.kv)
     if need.kv > share:
-        what = f"the KV cache of {case.model.name} needs {need.kv:.2f} GiB on each core, but vllm-neuron gives it "
-        what += f"{used * KV_SHARE:.2f} of HBM, {share:.2f} GiB"
+        fact = f"the KV cache of {case.model.name} needs {need.kv:.2f} GiB on each core, but vllm-neuron gives it "
+        fact += f"{used * KV_SHARE:.2f} of HBM, {share:.2f} GiB"
         hint = "lower max_batch or max_len, raise tp_degree, or set quantize_kv: fp8"
-        yield case.problem("hbm-exceeded", ("max_batch",), what, hint)
+        yield case.problem("hbm-exceeded", ("max_batch",), fact, hint)
     elif rest < MIN_KV_GIB:
-        what = f"{case.model.name} leaves {max(rest, 0.0):.2f} GiB of each core's HBM to the KV cache, of the "
-        what += f"{used:.2f} x {hbm:g} GiB that vLLM uses; vllm-neuron does not start below {MIN_KV_GIB:.2f} GiB"
-        yield case.problem("hbm-exceeded", ("tp_degree",), what, "raise tp_degree, or use a smaller model")
+        fact = f"{case.model.name} leaves {max(rest, 0.0):.2f} GiB of each core's HBM to the KV cache, of the "
+        fact += f"{used:.2f} x {hbm:g} GiB that vLLM uses; vllm-neuron does not start below {MIN_KV_GIB:.2f} GiB"
+        yield case.problem("hbm-exceeded", ("tp_degree",), fact, "raise tp_degree, or use a smaller model")
 
 
 def buckets_are_the_plugins(case: Case) -> Iterator[Problem]:
@@ -126,8 +126,8 @@ def buckets_are_the_plugins(case: Case) -> Iterator[Problem]:
         longest = case.model.length(case.checkpoint)
         for i, length in enumerate(case.model.buckets.decode):
             if length < longest and length % 128 != 0:
-                what = f"buckets.decode: {length} is not a multiple of 128, as vllm-neuron requires below max_len"
-                yield case.problem("bad-buckets", ("buckets", "decode", i), what, "use a multiple of 128")
+                fact = f"buckets.decode: {length} is not a multiple of 128, as vllm-neuron requires below max_len"
+                yield case.problem("bad-buckets", ("buckets", "decode", i), fact, "use a multiple of 128")
 
 
 # LoRA adapters
@@ -138,15 +138,15 @@ def engine_serves_adapters(case: Case) -> Iterator[Problem]:
     if not case.model.adapters:
         return
     if case.engine != "vllm":
-        what = f"the engine {case.engine} does not serve LoRA adapters"
+        fact = f"the engine {case.engine} does not serve LoRA adapters"
         hint = "use engine: vllm, or merge the adapter" if case.works(engine="vllm") else "merge the adapter"
-        yield case.problem("adapters-unsupported", ("adapters",), what, hint)
+        yield case.problem("adapters-unsupported", ("adapters",), fact, hint)
     for release in case.vllm_releases:
         if release.back_end == "neuron" or version_of(release.vllm) < LORA_SINCE:
-            what = f"vllm-neuron {release.plugin} does not serve LoRA adapters"
+            fact = f"vllm-neuron {release.plugin} does not serve LoRA adapters"
             others = case.plugins_of("0.4", "0.5")
             hint = f"set engines.vllm.plugin: {others}, or merge the adapter" if others else "merge the adapter"
-            yield case.problem("adapters-unsupported", ("adapters",), what, hint)
+            yield case.problem("adapters-unsupported", ("adapters",), fact, hint)
 
 
 def adapters_without_prefix_cache(case: Case) -> Iterator[Problem]:
@@ -154,28 +154,28 @@ def adapters_without_prefix_cache(case: Case) -> Iterator[Problem]:
     model, option = case.model, "prefix_cache"
     caches = model.engine_options.get(option) is True
     if model.adapters and caches and any(release.back_end == "nxd" for release in case.vllm_releases):
-        what = f"{option} is not supported together with LoRA adapters on NxD Inference"
-        yield case.problem("adapters-unsupported", ("adapters",), what, f"remove {option} or the adapters")
+        fact = f"{option} is not supported together with LoRA adapters on NxD Inference"
+        yield case.problem("adapters-unsupported", ("adapters",), fact, f"remove {option} or the adapters")
 
 
 def adapters_fit_the_server(case: Case) -> Iterator[Problem]:
     """vLLM loads the adapters: their ranks and features."""
     largest = case.model.engine_options.get("max_lora_rank")
     if largest is not None and largest not in RANKS:
-        what = f"engine_options.max_lora_rank is {largest!r}; vLLM has {', '.join(map(str, RANKS))}"
-        yield case.problem("out-of-range", ("engine_options", "max_lora_rank"), what, "use one of them, or remove it")
+        fact = f"engine_options.max_lora_rank is {largest!r}; vLLM has {', '.join(map(str, RANKS))}"
+        yield case.problem("out-of-range", ("engine_options", "max_lora_rank"), fact, "use one of them, or remove it")
         largest = None
     for name, adapter in case.adapters.items():
-        where, what = ("adapters", name), f'the adapter "{name}" has the rank {adapter.rank}'
+        where, fact = ("adapters", name), f'the adapter "{name}" has the rank {adapter.rank}'
         if max_rank([adapter.rank]) is None:
-            what += f"; vLLM serves at most {RANKS[-1]}"
-            yield case.problem("adapter-unusable", where, what, "train an adapter of a smaller rank")
+            fact += f"; vLLM serves at most {RANKS[-1]}"
+            yield case.problem("adapter-unusable", where, fact, "train an adapter of a smaller rank")
         elif largest is not None and adapter.rank > largest:
-            what += f", above engine_options.max_lora_rank {largest}"
-            yield case.problem("adapter-unusable", where, what, f"set it to {max_rank([adapter.rank])}, or remove it")
+            fact += f", above engine_options.max_lora_rank {largest}"
+            yield case.problem("adapter-unusable", where, fact, f"set it to {max_rank([adapter.rank])}, or remove it")
         if adapter.unsupported:
-            what = f'the adapter "{name}" uses {adapter.unsupported}, which vLLM does not support'
-            yield case.problem("adapter-unusable", where, what, "merge the adapter, or train one without it")
+            fact = f'the adapter "{name}" uses {adapter.unsupported}, which vLLM does not support'
+            yield case.problem("adapter-unusable", where, fact, "merge the adapter, or train one without it")
 
 
 def adapters_are_of_the_model(case: Case) -> Iterator[Problem]:
@@ -185,17 +185,17 @@ def adapters_are_of_the_model(case: Case) -> Iterator[Problem]:
         where, base = ("adapters", name), adapter.base
         foreign = [module for module in adapter.modules if known and module.rpartition(".")[2] not in known]
         if foreign:
-            what = f'the adapter "{name}" changes {", ".join(foreign)}, which a {case.family} does not have'
-            yield case.problem("adapter-unusable", where, what, "use an adapter of this model")
+            fact = f'the adapter "{name}" changes {", ".join(foreign)}, which a {case.family} does not have'
+            yield case.problem("adapter-unusable", where, fact, "use an adapter of this model")
         elif (
             model.source_kind == "hub"
             and base.count("/") == 1
             and not is_path(base)
             and _name(base) != _name(model.source)
         ):
-            what = f'the adapter "{name}" was trained for {base}, not for {model.source}'
+            fact = f'the adapter "{name}" was trained for {base}, not for {model.source}'
             yield case.problem(
-                "adapter-of-another-model", where, what, "check that it is an adapter of this model", "warning"
+                "adapter-of-another-model", where, fact, "check that it is an adapter of this model", "warning"
             )
 
 

@@ -64,8 +64,8 @@ def parse(text: str | bytes, filename: str = "<spec>", base_dir: str | None = No
     tree = read(text, filename)
     other = other_format(tree.value, text)
     if other is not None:
-        what, hint = other
-        return Parsed(None, (Problem("not-a-spec", "error", f"{filename}:1:1", what, hint),))
+        fact, hint = other
+        return Parsed(None, (Problem("not-a-spec", "error", f"{filename}:1:1", fact, hint),))
     spec = None if tree.value is BROKEN else _Reader(tree, base_dir or ".").spec()
     return Parsed(spec, in_order(tree.problems))
 
@@ -123,15 +123,15 @@ class _Reader:
         total = 0
         for entry, path in zip(hosts, paths, strict=True):
             if (entry.instance is None) != (hosts[0].instance is None):
-                what = "hosts mixes real machines (instance) and emulated ones (emulate)"
+                fact = "hosts mixes real machines (instance) and emulated ones (emulate)"
                 hint = "use instance for all entries, or emulate for all"
-                self._report("hosts-mixed", (*path, "emulate" if entry.instance is None else "instance"), what, hint)
+                self._report("hosts-mixed", (*path, "emulate" if entry.instance is None else "instance"), fact, hint)
                 return False
             total += entry.most
             if total > MAX_HOSTS:
                 key = "count" if entry.max is None else "max"
-                what = f"hosts has more than {MAX_HOSTS} machines in total"
-                self._report("out-of-range", (*path, key), what, f"lower {key}")
+                fact = f"hosts has more than {MAX_HOSTS} machines in total"
+                self._report("out-of-range", (*path, key), fact, f"lower {key}")
                 return False
         return True
 
@@ -149,9 +149,9 @@ class _Reader:
         types = [key for key in ("instance", "emulate") if key in value]
         if len(types) != 1:
             label = label_of(path)
-            what = f"{label} has both instance and emulate" if types else f"{label} has no instance type"
+            fact = f"{label} has both instance and emulate" if types else f"{label} has no instance type"
             hint = "keep one of the two" if types else "add instance: inf2.48xlarge, or emulate: inf2.48xlarge"
-            self._report("hosts-ambiguous", path, what, hint)
+            self._report("hosts-ambiguous", path, fact, hint)
             missing.add("instance")
         hosts = self._validated(HostsSpec, value, path, missing)
         if missing or hosts is None:
@@ -161,8 +161,8 @@ class _Reader:
             self._wrong_type((*path, types[0]), wanted="an instance type")
             return None
         if hosts.lnc is not None and TOPOLOGIES[name].lnc is None:
-            what = f"lnc is {hosts.lnc}, but {name} does not support it; only trn2 does"
-            self._report("lnc-without-choice", (*path, "lnc"), what, "remove lnc")
+            fact = f"lnc is {hosts.lnc}, but {name} does not support it; only trn2 does"
+            self._report("lnc-without-choice", (*path, "lnc"), fact, "remove lnc")
             hosts = hosts.model_copy(update={"lnc": None})
         return hosts if self._has_bounds(hosts, path) else None
 
@@ -170,28 +170,28 @@ class _Reader:
         """Returns whether the numbers of machines are consistent. Reports if they are not."""
         if hosts.count is not None and (hosts.min is not None or hosts.max is not None):
             key = "min" if hosts.max is None else "max"
-            what = f"{label_of(path)} has both count and {key}"
+            fact = f"{label_of(path)} has both count and {key}"
             hint = "keep count for a fixed number of machines, or min and max"
         elif hosts.min is not None and hosts.max is None:
-            key, what = "min", f"{label_of(path)} has min without max"
+            key, fact = "min", f"{label_of(path)} has min without max"
             hint = f"add max, or use count: {hosts.min or 1}"
         elif hosts.least > hosts.most:
-            key, what = "min", f"min {hosts.min} of {label_of(path)} exceeds max {hosts.max}"
+            key, fact = "min", f"min {hosts.min} of {label_of(path)} exceeds max {hosts.max}"
             hint = f"set min to {hosts.max} or less"
         else:
             return True
-        self._report("host-bounds-wrong", (*path, key), what, hint)
+        self._report("host-bounds-wrong", (*path, key), fact, hint)
         return False
 
     def _unknown_instance(self, path: Path, key: str, name: str) -> None:
         supported = ", ".join(TOPOLOGIES)
         if name.startswith("inf1"):
-            what = f'{key} "{name}" is not supported for language models; supported are {supported}'
-            self._report("unsupported-instance", path, what, "use one of the inf2 types")
+            fact = f'{key} "{name}" is not supported for language models; supported are {supported}'
+            self._report("unsupported-instance", path, fact, "use one of the inf2 types")
             return
         close = difflib.get_close_matches(name, TOPOLOGIES, 1)
-        what = f'{key} "{name}" is not an instance type; supported are {supported}'
-        self._report("unknown-instance", path, what, did_you_mean(close) or "use one of these")
+        fact = f'{key} "{name}" is not an instance type; supported are {supported}'
+        self._report("unknown-instance", path, fact, did_you_mean(close) or "use one of these")
 
     def _engines(self, top: dict[str, Any], broken: set[str]) -> dict[Engine, EngineSettings]:
         """Reads the settings by engine, without those that cannot be read."""
@@ -204,8 +204,8 @@ class _Reader:
                 if settings is not None:
                     settings_by_engine[name] = settings
                 if settings is not None and settings.warm and name in UNWARMED_ENGINES:
-                    what = f"engines.{name}.warm has no effect: replicas of {name} import no engine's packages"
-                    self._report("setting-unsupported", (*path, "warm"), what, "remove it")
+                    fact = f"engines.{name}.warm has no effect: replicas of {name} import no engine's packages"
+                    self._report("setting-unsupported", (*path, "warm"), fact, "remove it")
             elif fields is not BROKEN:
                 self._wrong_type(path, f"engines.{name}")
                 broken.add("engines")
@@ -224,8 +224,8 @@ class _Reader:
         broken.add("models")
         if value is None:
             path: Path = ("models",) if "models" in top else ()
-            what = "the spec lists no models"
-            self._report("missing-key", path, what, "add models: {NAME: {source: ...}}; or models: {} for none")
+            fact = "the spec lists no models"
+            self._report("missing-key", path, fact, "add models: {NAME: {source: ...}}; or models: {} for none")
         else:
             self._wrong_type(("models",))
         return ()
@@ -243,17 +243,17 @@ class _Reader:
     def _defaults(self, value: dict[str, Any]) -> tuple[dict[str, Any], set[str]]:
         broken: set[str] = set()
         self._validated(ModelSpec, {**value, "name": "defaults", "source": "./"}, ("defaults",), broken)
-        for key_path, place in self._tree.places.items():
+        for key_path, position in self._tree.places.items():
             if key_path[:1] == ("defaults",) and len(key_path) > 1:
-                self._defaults_places.setdefault(str(key_path[1]), []).append((key_path[2:], place))
+                self._defaults_places.setdefault(str(key_path[1]), []).append((key_path[2:], position))
         return {key: inner for key, inner in value.items() if key not in broken}, broken
 
     def _model(self, name: str, fields: Any, defaults: dict[str, Any], broken_defaults: set[str]) -> ModelSpec | None:
         path: Path = ("models", name)
         usable = NAME.fullmatch(name) is not None
         if not usable:
-            what = f'the model name "{shortened(name)}" is not valid: a name has {NAME_RULE}'
-            self._report("bad-name", path, what, "rename the model; the name is part of paths and actor names")
+            fact = f'the model name "{shortened(name)}" is not valid: a name has {NAME_RULE}'
+            self._report("bad-name", path, fact, "rename the model; the name is part of paths and actor names")
         if fields is BROKEN:
             return None
         if not isinstance(fields, dict):
@@ -283,9 +283,9 @@ class _Reader:
 
     def _inherit(self, path: Path, key: str) -> None:
         """Uses the position of a default as the position of the model's field."""
-        for suffix, place in self._defaults_places.get(key, ()):
+        for suffix, position in self._defaults_places.get(key, ()):
             where = (*path, key, *suffix)
-            self._tree.places[where] = place
+            self._tree.places[where] = position
 
     def _known(self, value: Any, path: Path) -> Any:
         """Returns the value without unknown keys, in all mappings in it.
@@ -353,10 +353,10 @@ class _Reader:
         remaining = [i for i in range(len(values[field])) if i not in items]
         values[field] = [values[field][i] for i in remaining]
         for new, old in enumerate(remaining):
-            place = self._tree.places.get((*path, field, old))
-            if place:
+            position = self._tree.places.get((*path, field, old))
+            if position:
                 where = (*path, field, new)
-                self._tree.places[where] = place
+                self._tree.places[where] = position
 
     def _explain(self, errors: list[ErrorDetails], path: Path) -> None:
         reported: set[Path] = set()
@@ -378,19 +378,19 @@ class _Reader:
 
     def _explain_one(self, error: ErrorDetails, where: Path) -> None:
         label, field, written = label_of(where), type_at(where), self._tree.written.get(where)
-        shown = shown_as(written.text, written.kind, written.plain) if written else "empty"
+        written_as = shown_as(written.text, written.kind, written.plain) if written else "empty"
         kind, context, choices = error["type"], error.get("ctx", {}), field.choices
         if error["loc"][-1:] == ("[key]",):  # pydantic's name of a key that is wrong
             field = type_at(where[:-1]).key
         if kind == "value_error":
-            what = str(context.get("error", error["msg"]))
+            fact = str(context.get("error", error["msg"]))
             self._report(
-                field.reported.id, where, f"{label}: {what}", _range_of(where, error["input"]) or field.reported.hint
+                field.reported.id, where, f"{label}: {fact}", _range_of(where, error["input"]) or field.reported.hint
             )
         elif kind in _BOUNDS:
             hint = _degrees(self._hosts_read) if label == "tp_degree" else field.reported.bound_hint
-            what = f"{label} is {shown}; it must be {_BOUNDS[kind]} {next(iter(context.values()), '')}"
-            self._report("out-of-range", where, what, hint)
+            fact = f"{label} is {written_as}; it must be {_BOUNDS[kind]} {next(iter(context.values()), '')}"
+            self._report("out-of-range", where, fact, hint)
         elif (
             kind == "literal_error"
             and choices
@@ -404,7 +404,7 @@ class _Reader:
                 return
             close = OTHER_VALUES.get(text) or next(iter(difflib.get_close_matches(text, choices, 1)), "")
             hint = did_you_mean([close] if close in choices else [])
-            self._report("unknown-value", where, f"{label} is {shown}; it must be {field.wanted}", hint)
+            self._report("unknown-value", where, f"{label} is {written_as}; it must be {field.wanted}", hint)
         else:
             self._wrong_type(where, hint=_range_of(where, error["input"]))
 
@@ -414,7 +414,7 @@ class _Reader:
         if written is None or written.kind == "empty":
             self._report("wrong-type", where, f"{label} is empty; it must be {wanted}", "")
             return
-        shown = shown_as(written.text, written.kind, written.plain)
+        written_as = shown_as(written.text, written.kind, written.plain)
         if (
             written.plain
             and written.kind in ("a boolean", "a number")
@@ -423,10 +423,10 @@ class _Reader:
             reading = "a number"
             if written.kind == "a boolean":
                 reading = "true" if written.text.lower() in ("on", "yes", "true") else "false"
-            what = f"{label} is {written.text}, which YAML reads as {reading}; it must be {wanted}"
+            fact = f"{label} is {written.text}, which YAML reads as {reading}; it must be {wanted}"
             choices = type_at(where).choices
             hint = f'write "{written.text}" in quotes' if not choices or written.text in choices else ""
-            self._report("yaml-unquoted", where, what, hint)
+            self._report("yaml-unquoted", where, fact, hint)
             return
         if (
             written.kind == "text"
@@ -436,10 +436,10 @@ class _Reader:
             hint = "write the number without quotes"
         if where == ("models",) and written.kind == "a list":
             hint = "write each model as NAME: {source: ...} instead of a list item"
-        self._report("wrong-type", where, f"{label} is {shown}, {written.kind}; it must be {wanted}", hint)
+        self._report("wrong-type", where, f"{label} is {written_as}, {written.kind}; it must be {wanted}", hint)
 
-    def _report(self, id: str, path: Path, what: str, hint: str) -> None:
-        self._tree.report(id, nearest(self._tree.places, path), what, hint)
+    def _report(self, id: str, path: Path, fact: str, hint: str) -> None:
+        self._tree.report(id, nearest(self._tree.places, path), fact, hint)
 
 
 def _holds_broken(value: Any) -> bool:

@@ -26,8 +26,8 @@ class SourcePositions:
 
     def where(self, *path: str | int) -> str:
         """Returns "file:line:column" of the path or of the nearest key above it; "" for a spec without a file."""
-        place = nearest(self.positions, path)
-        return "" if place is None else f"{self.filename}:{place.line}:{place.column}"
+        position = nearest(self.positions, path)
+        return "" if position is None else f"{self.filename}:{position.line}:{position.column}"
 
 
 def nearest(positions: Mapping[Path, SourcePosition], path: Path) -> SourcePosition | None:
@@ -99,8 +99,8 @@ def render(problems: Iterable[Problem], *, color: bool = False) -> str:
 
     lines = []
     for problem in problems:
-        place = paint("place", problem.where) + ": " if problem.where else ""
-        lines.append(f"{place}{paint(problem.severity, problem.severity)}: {problem.id}: {problem.what}\n")
+        position = paint("place", problem.where) + ": " if problem.where else ""
+        lines.append(f"{position}{paint(problem.severity, problem.severity)}: {problem.id}: {problem.what}\n")
         if problem.hint:
             lines.append(f"    {paint('hint', 'hint: ' + problem.hint)}\n")
     return "".join(lines)

@@ -55,11 +55,11 @@ class Tree:
     written: dict[Path, Written] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
-    def report(self, id: str, place: SourcePosition | None, what: str, hint: str = "") -> None:
+    def report(self, id: str, position: SourcePosition | None, fact: str, hint: str = "") -> None:
         """Adds an error at a position, by default the beginning of the file."""
-        place = place or SourcePosition(1, 1)
-        where = f"{self.filename}:{place.line}:{place.column}"
-        self.problems.append(Problem(id, "error", where, what, hint))
+        position = position or SourcePosition(1, 1)
+        where = f"{self.filename}:{position.line}:{position.column}"
+        self.problems.append(Problem(id, "error", where, fact, hint))
 
 
 class _Unreadable(Exception):
@@ -89,12 +89,12 @@ def _decoded(text: str | bytes) -> str:
         try:
             text = raw.decode("utf-8")
         except UnicodeDecodeError as error:
-            what = f"byte 0x{raw[error.start]:02x} is not UTF-8"
-            place = _place_after(raw[: error.start].decode("utf-8"))
-            raise _Unreadable("yaml-syntax", place, what, "save the file as UTF-8") from None
+            fact = f"byte 0x{raw[error.start]:02x} is not UTF-8"
+            position = _position_after(raw[: error.start].decode("utf-8"))
+            raise _Unreadable("yaml-syntax", position, fact, "save the file as UTF-8") from None
     if len(text) > MAX_CHARACTERS:
-        what = f"the file has {len(text)} characters, more than {MAX_CHARACTERS}"
-        raise _Unreadable("yaml-too-large", None, what, _SHRINK)
+        fact = f"the file has {len(text)} characters, more than {MAX_CHARACTERS}"
+        raise _Unreadable("yaml-too-large", None, fact, _SHRINK)
     return text
 
 
@@ -105,10 +105,10 @@ def _composed(text: str, tree: Tree) -> yaml.Node:
             node = loader.get_node() if loader.check_node() else None
             if node is not None and loader.check_node():
                 second = loader.get_node()
-                place = _place(second.start_mark) if second is not None else None
+                position = _position(second.start_mark) if second is not None else None
                 tree.report(
                     "yaml-many-documents",
-                    place,
+                    position,
                     "a second document begins here; a spec is one document",
                     'remove the line "---", or move the document to another file',
                 )
@@ -116,15 +116,15 @@ def _composed(text: str, tree: Tree) -> yaml.Node:
             loader.dispose()
     except yaml.reader.ReaderError as error:
         code = error.character if isinstance(error.character, int) else ord(str(error.character))
-        what = f"the character U+{code:04X} is not allowed in YAML"
-        raise _Unreadable("yaml-syntax", _place_after(text[: error.position]), what, "remove it") from None
+        fact = f"the character U+{code:04X} is not allowed in YAML"
+        raise _Unreadable("yaml-syntax", _position_after(text[: error.position]), fact, "remove it") from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        what = _syntax_fact(error)
-        raise _Unreadable("yaml-syntax", _place(mark) if mark else None, what, _syntax_hint(what)) from None
+        fact = _syntax_fact(error)
+        raise _Unreadable("yaml-syntax", _position(mark) if mark else None, fact, _syntax_hint(fact)) from None
     except (yaml.YAMLError, ValueError, IndexError, OverflowError) as error:  # PyYAML leaks some of its internal errors
-        what = f"the file is not YAML: {error}"
-        raise _Unreadable("yaml-syntax", None, what, _syntax_hint(str(error))) from None
+        fact = f"the file is not YAML: {error}"
+        raise _Unreadable("yaml-syntax", None, fact, _syntax_hint(str(error))) from None
     if node is None or (isinstance(node, yaml.ScalarNode) and _kind(node) == "empty"):
         raise _Unreadable("spec-empty", None, "the file has no content", "begin with: models: {NAME: {source: ...}}")
     return node
@@ -148,32 +148,32 @@ _PLAIN_WORDS = {
 
 def _syntax_fact(error: yaml.MarkedYAMLError) -> str:
     """Returns PyYAML's message, the problem before its context, without its jargon."""
-    what = error.problem or error.context or "the file is not YAML"
-    if "'\\t'" in what:
+    fact = error.problem or error.context or "the file is not YAML"
+    if "'\\t'" in fact:
         return "a tab is used for indentation"
     if error.problem and error.context:
         begin = f", which begins at line {error.context_mark.line + 1}" if error.context_mark else ""
-        what = f"{error.problem}, {error.context}{begin}"
+        fact = f"{error.problem}, {error.context}{begin}"
     for jargon, word in _PLAIN_WORDS.items():
-        what = what.replace(jargon, word)
-    return what
+        fact = fact.replace(jargon, word)
+    return fact
 
 
-def _syntax_hint(what: str) -> str:
-    if what.startswith("a tab"):
+def _syntax_hint(fact: str) -> str:
+    if fact.startswith("a tab"):
         return "indent with spaces, not with tabs"
-    if "mapping values are not allowed" in what:
+    if "mapping values are not allowed" in fact:
         return 'quote a value that contains ": "; otherwise check the indentation of this line and the one before'
-    if "undefined alias" in what:
+    if "undefined alias" in fact:
         return "write *name only after &name, and quote a value that begins with *"
     return "check quotes, brackets and indentation of this line and the one before"
 
 
-def _place(mark: yaml.Mark) -> SourcePosition:
+def _position(mark: yaml.Mark) -> SourcePosition:
     return SourcePosition(mark.line + 1, mark.column + 1)
 
 
-def _place_after(text: str) -> SourcePosition:
+def _position_after(text: str) -> SourcePosition:
     line_start = text.rfind("\n") + 1
     return SourcePosition(text.count("\n") + 1, len(text) - line_start + 1)
 
@@ -188,22 +188,22 @@ class _Walk:
 
     def value(self, node: yaml.Node, path: Path, depth: int) -> Any:
         self._nodes += 1
-        place = _place(node.start_mark)
-        self._tree.places.setdefault(path, place)
+        position = _position(node.start_mark)
+        self._tree.places.setdefault(path, position)
         if any(node is above for above in self._above):
             hint = "write the value without an alias"
-            raise _Unreadable("yaml-too-large", place, "this alias contains itself", hint)
-        self._check_nodes(place, depth)
+            raise _Unreadable("yaml-too-large", position, "this alias contains itself", hint)
+        self._check_nodes(position, depth)
         if isinstance(node, yaml.ScalarNode):
             self._characters_left -= len(node.value)
             if self._characters_left < 0:
-                what = f"the values have more than {MAX_TEXT} characters with aliases expanded"
-                raise _Unreadable("yaml-too-large", place, what, _SHRINK)
+                fact = f"the values have more than {MAX_TEXT} characters with aliases expanded"
+                raise _Unreadable("yaml-too-large", position, fact, _SHRINK)
         self._tree.written[path] = self._written(node)
         if isinstance(node, yaml.ScalarNode):
-            return self._scalar(node, place)
+            return self._scalar(node, position)
         if node.tag not in (_PREFIX + "map", _PREFIX + "seq"):
-            return self._tagged(node, place)
+            return self._tagged(node, position)
         self._above.append(node)
         try:
             if isinstance(node, yaml.SequenceNode):
@@ -212,43 +212,43 @@ class _Walk:
         finally:
             self._above.pop()
 
-    def _check_nodes(self, place: SourcePosition, depth: int) -> None:
+    def _check_nodes(self, position: SourcePosition, depth: int) -> None:
         if self._nodes > MAX_NODES or depth > MAX_DEPTH:
             limit = f"more than {MAX_NODES} values" if self._nodes > MAX_NODES else f"more than {MAX_DEPTH} levels"
-            what = f"the document has {limit} with aliases expanded"
-            raise _Unreadable("yaml-too-large", place, what, _SHRINK)
+            fact = f"the document has {limit} with aliases expanded"
+            raise _Unreadable("yaml-too-large", position, fact, _SHRINK)
 
     def _mapping(self, node: yaml.Node, path: Path, depth: int) -> dict[str, Any]:
         result: dict[str, Any] = {}
         merged: list[tuple[yaml.Node, yaml.Node]] = []
         for key_node, value_node in node.value:
-            place = _place(key_node.start_mark)
-            self._check_nodes(place, depth)
+            position = _position(key_node.start_mark)
+            self._check_nodes(position, depth)
             if not isinstance(key_node, yaml.ScalarNode):
                 self._nodes += 1
-                self._tree.report("wrong-type", place, f"the key {self._written(key_node).text} is not a word", "")
+                self._tree.report("wrong-type", position, f"the key {self._written(key_node).text} is not a word", "")
                 continue
             if key_node.tag == _PREFIX + "merge":
                 merged.extend(self._merged(value_node, depth))
                 continue
-            key = self._characters(key_node, place)
+            key = self._characters(key_node, position)
             if key is BROKEN:
                 continue
             where = (*path, key)
             if key in result:
                 self._nodes += 1
                 first = self._tree.places[where]
-                what = f'"{key}" is a duplicate; the first is at line {first.line}'
-                self._tree.report("duplicate-key", place, what, "keep one of the two")
+                fact = f'"{key}" is a duplicate; the first is at line {first.line}'
+                self._tree.report("duplicate-key", position, fact, "keep one of the two")
                 continue
-            self._check_key(key_node, place)
-            self._tree.places[where] = place
+            self._check_key(key_node, position)
+            self._tree.places[where] = position
             result[key] = self.value(value_node, where, depth + 1)
         for key_node, value_node in merged:  # a mapping's own keys override merged ones
             key = key_node.value
             if isinstance(key_node, yaml.ScalarNode) and key not in result:
                 where = (*path, key)
-                self._tree.places[where] = _place(key_node.start_mark)
+                self._tree.places[where] = _position(key_node.start_mark)
                 result[key] = self.value(value_node, where, depth + 1)
         return result
 
@@ -256,59 +256,61 @@ class _Walk:
         """Returns the pairs that "<<: *alias" or "<<: [*alias, *alias]" merges; earlier ones override later ones."""
         self._nodes += 1
         if self._nodes > MAX_NODES or depth > MAX_DEPTH:
-            raise _Unreadable("yaml-too-large", _place(node.start_mark), "too many merged mappings", _SHRINK)
+            raise _Unreadable("yaml-too-large", _position(node.start_mark), "too many merged mappings", _SHRINK)
         if isinstance(node, yaml.SequenceNode):
             return [pair for item in node.value for pair in self._merged(item, depth + 1)]
         if not isinstance(node, yaml.MappingNode):
-            what = f'"<<" merges mappings, but {self._written(node).text} is not a mapping'
-            self._tree.report("wrong-type", _place(node.start_mark), what, 'write "<<: *name" after "&name"')
+            fact = f'"<<" merges mappings, but {self._written(node).text} is not a mapping'
+            self._tree.report("wrong-type", _position(node.start_mark), fact, 'write "<<: *name" after "&name"')
             return []
         own = [pair for pair in node.value if pair[0].tag != _PREFIX + "merge"]
         self._nodes += len(own)
         further = [pair[1] for pair in node.value if pair[0].tag == _PREFIX + "merge"]
         return own + [pair for deeper in further for pair in self._merged(deeper, depth + 1)]
 
-    def _check_key(self, node: yaml.ScalarNode, place: SourcePosition) -> None:
+    def _check_key(self, node: yaml.ScalarNode, position: SourcePosition) -> None:
         kind = _kind(node)
         if kind not in ("text", None):
-            what = f"the key {node.value or '~'} is {_reading(node)} in YAML, not text"
-            self._tree.report("yaml-unquoted", place, what, f'write "{node.value}" in quotes')
+            fact = f"the key {node.value or '~'} is {_reading(node)} in YAML, not text"
+            self._tree.report("yaml-unquoted", position, fact, f'write "{node.value}" in quotes')
 
-    def _scalar(self, node: yaml.ScalarNode, place: SourcePosition) -> Any:
+    def _scalar(self, node: yaml.ScalarNode, position: SourcePosition) -> Any:
         kind = _kind(node)
         if kind is None:
-            return self._tagged(node, place)
+            return self._tagged(node, position)
         if kind == "text":
-            return self._characters(node, place)
+            return self._characters(node, position)
         if kind == "empty":
             return None
         if kind == "a boolean":
             return node.value.lower() in _TRUE
-        return self._number(node, place)
+        return self._number(node, position)
 
-    def _characters(self, node: yaml.ScalarNode, place: SourcePosition) -> Any:
+    def _characters(self, node: yaml.ScalarNode, position: SourcePosition) -> Any:
         r"""Returns the text, with surrogate pairs of JSON escapes ("\ud83d\ude00") joined."""
         text: str = node.value
         if "\0" in text:  # no path, argument or variable of a process can have it
-            self._tree.report("yaml-syntax", place, f"{self._written(node).text} contains a NUL character", "remove it")
+            self._tree.report(
+                "yaml-syntax", position, f"{self._written(node).text} contains a NUL character", "remove it"
+            )
             return BROKEN
         try:
             return text.encode("utf-16", "surrogatepass").decode("utf-16")
         except UnicodeDecodeError:
-            what = f"{self._written(node).text} contains an unpaired surrogate"
-            self._tree.report("yaml-syntax", place, what, "write the character itself")
+            fact = f"{self._written(node).text} contains an unpaired surrogate"
+            self._tree.report("yaml-syntax", position, fact, "write the character itself")
             return BROKEN
 
-    def _number(self, node: yaml.ScalarNode, place: SourcePosition) -> Any:
+    def _number(self, node: yaml.ScalarNode, position: SourcePosition) -> Any:
         text = node.value
         if _OCTAL.fullmatch(text):
             decimal = int(text.replace("_", ""), 8)
             hint = f"write {text.replace('_', '').lstrip('+-0') or '0'} without leading zeros, or the text in quotes"
-            self._tree.report("yaml-number", place, f"{text} is octal in YAML, which is {decimal}", hint)
+            self._tree.report("yaml-number", position, f"{text} is octal in YAML, which is {decimal}", hint)
             return BROKEN
         if ":" in text:
-            what = f"{text} is a base-60 number in YAML"
-            self._tree.report("yaml-number", place, what, f'write "{text}" in quotes')
+            fact = f"{text} is a base-60 number in YAML"
+            self._tree.report("yaml-number", position, fact, f'write "{text}" in quotes')
             return BROKEN
         if node.tag == _PREFIX + "float":
             try:
@@ -317,12 +319,12 @@ class _Walk:
                 pass
         elif _NUMBER.fullmatch(text):
             return int(text.replace("_", ""), 0)
-        self._tree.report("yaml-number", place, f"{self._written(node).text} is not a supported number", "")
+        self._tree.report("yaml-number", position, f"{self._written(node).text} is not a supported number", "")
         return BROKEN
 
-    def _tagged(self, node: yaml.Node, place: SourcePosition) -> Broken:
+    def _tagged(self, node: yaml.Node, position: SourcePosition) -> Broken:
         tag = "!!" + node.tag[len(_PREFIX) :] if node.tag.startswith(_PREFIX) else node.tag
-        self._tree.report("yaml-tag", place, f'the tag "{tag}" is not supported', "remove the tag")
+        self._tree.report("yaml-tag", position, f'the tag "{tag}" is not supported', "remove the tag")
         return BROKEN
 
     def _written(self, node: yaml.Node) -> Written:
