@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 from placements.facts import kv_blocks
@@ -32,9 +33,16 @@ def unused(
     ``hint`` may have {field}. Fields that could not be read are passed over.
     """
     for field in fields:
-        path = tuple(field.split("."))
-        if path[0] not in case.model.broken and _value(case.model, path) != _value(_DEFAULTS, path):
+        path, default = _default_of(field)
+        if path[0] not in case.model.broken and _value(case.model, path) != default:
             yield case.problem(id, path, f"{field} has no effect{why}", hint.format(field=field), severity)
+
+
+@cache
+def _default_of(field: str) -> tuple[tuple[str, ...], Any]:
+    """Returns a field's path and default."""
+    path = tuple(field.split("."))
+    return path, _value(_DEFAULTS, path)
 
 
 def _value(model: ModelSpec, path: tuple[str, ...]) -> Any:
