@@ -13,8 +13,8 @@ from orchestrator.fleet.snapshot import BREAKER_PAUSE_S, Observed, ReplicaView
 from orchestrator.rollout.rollout_step import ReplicaTarget
 from placements.facts.core_range import CoreRange
 from placements.planner.plan import Placement
-from tests.searches import search
 from placements.spec.sections import Deadlines
+from tests.searches import search
 
 HOST = "inf2.48xlarge/0"
 DEADLINE_S = 100.0

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from orchestrator.scaling.schedules import Bounds, bounds, is_active
 from placements.spec.schema import ModelSpec, Replicas
-from tests.searches import search
 from placements.spec.sections import Scaling, Schedule
+from tests.searches import search
 
 BERLIN = "Europe/Berlin"
 
