@@ -52,6 +52,8 @@ def event_reasons() -> set[str]:
             continue
         for node in ast.walk(ast.parse(text)):
             values = node.args if isinstance(node, ast.Call) else node.elts if isinstance(node, ast.Tuple) else []
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Event":
+                reasons |= {word for each in node.keywords if each.arg == "reason" for word in texts(each.value)}
             for level, reason in pairwise(values):
                 if LEVELS & set(texts(level)):
                     reasons |= {word for word in texts(reason) if re.fullmatch("([A-Z][a-z]+)+", word)}
