@@ -16,8 +16,7 @@ from tests.served import EPOCH, TOKEN
 from workers.messages.engine_protocol import EngineSpec
 from workers.messages.wire import Welcome
 from workers.servers.completion_relay import CompletionRelay
-from workers.servers.completion_server import CompletionServer
-from workers.servers.server_process import Address
+from workers.servers.server_process import Address, CompletionServer
 from workers.serving.dataplane import DataPlane
 
 NAME = "name-in-the-server"

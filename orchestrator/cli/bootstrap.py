@@ -35,8 +35,7 @@ from placements.facts.neuron_releases import (
 )
 from placements.facts.topology import TOPOLOGIES
 from placements.spec.problems import Problem
-from workers.host.interpreter import Interpreter, refusal
-from workers.host.vllm_interpreter import vllm_refusal
+from workers.host.interpreter import Interpreter, refusal, vllm_refusal
 
 DISK_GIB = 500
 BUILD = "The wheel: `pip wheel --no-deps --wheel-dir dist .` in a clone of the repository."

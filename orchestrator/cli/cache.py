@@ -33,7 +33,7 @@ from placements.spec.problems import has_errors
 from workers.artifacts.fetch.progress import Progress
 from workers.artifacts.sources.listing import RemoteFile, SourceError
 from workers.artifacts.store.store import Store
-from workers.compiling.start_forecast import verify
+from workers.compiling.prefetch import verify
 from workers.messages.status import Failure
 from workers.neff_cache import compiler_cache, pruning
 from workers.neff_cache.candidates import keep_of

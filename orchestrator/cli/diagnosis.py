@@ -19,8 +19,7 @@ from placements.facts.vllm import VllmNeuron
 from placements.spec.problems import Problem, in_order
 from workers.engines.package_contract import Drift
 from workers.host.facts.machine import HostFacts, Owner, owners
-from workers.host.interpreter import Interpreter, refusal
-from workers.host.vllm_interpreter import vllm_refusal
+from workers.host.interpreter import Interpreter, refusal, vllm_refusal
 
 HOLDING = ("ready", "draining")  # states in which a replica certainly holds its cores
 MOST_LINES = 3  # differences of one engine in a problem

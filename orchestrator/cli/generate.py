@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Annotated, Any, cast
 
@@ -46,8 +44,6 @@ from workers.messages.replica_config import ReplicaConfig
 from workers.messages.status import Failure
 from workers.serving.generate_once import End, GenerateJob, Reply, TextPiece, Trouble
 
-END_S = 5.0  # for the process to exit after SIGTERM; then it is killed
-
 
 def generate_once(file: SpecFile, model: str, question: dict[str, Any]) -> int:
     """Returns the exit code. ``question`` has fields of ``GenerateJob``. Raises Failed if the model cannot start."""
@@ -79,11 +75,12 @@ def _generate(config: ReplicaConfig, placement: Placement, question: dict[str, A
     where = placement.host
     if placement.cores is not None:
         where = f"{plural(len(placement.cores), 'core')} {placement.cores} of {where}"
-    job = GenerateJob(config=config, parent=os.getpid(), **question)
+    job = GenerateJob(config=config, **question)
     try:
         _compile(config)
         say(f"loading {config.model} ({config.engine}) on {where}")
-        with _process(config) as process:
+        arguments = ("workers.serving.generate_once",)
+        with json_process.running(arguments, job, python=config.python, env=config.env, log_file=config.log) as process:
             return _print_answer(process, job)
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -143,31 +140,8 @@ def _compile(config: ReplicaConfig) -> None:
         say(f"nothing to compile: all graphs came from {config.neff_cache}")
 
 
-@contextlib.contextmanager
-def _process(config: ReplicaConfig) -> Iterator[subprocess.Popen[bytes]]:
-    """Run the child with the placement's environment, its stderr in the log. It is stopped on exit."""
-    process = json_process.start(
-        ("workers.serving.generate_once",), python=config.python, env=config.env, log_file=config.log
-    )
-    try:
-        yield process
-    finally:
-        process.terminate()
-        try:
-            process.wait(END_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        for pipe in (process.stdin, process.stdout):
-            with contextlib.suppress(BrokenPipeError):
-                cast(IO[bytes], pipe).close()
-
-
 def _print_answer(process: subprocess.Popen[bytes], job: GenerateJob) -> int:
     """Stream the answer to stdout. Raises Failed with the child's failure, or if it exits without an answer."""
-    pipe = cast(IO[bytes], process.stdin)
-    with contextlib.suppress(BrokenPipeError), pipe:  # broken if the child has exited, which is reported below
-        pipe.write(msgspec.json.encode(job))
     for line in cast(IO[bytes], process.stdout):
         message: Reply = msgspec.json.decode(line, type=Reply)
         if isinstance(message, TextPiece):

@@ -46,7 +46,7 @@ from orchestrator.scaling.demand_report import DemandReply, DemandReport
 from orchestrator.state.record_writer import RecordWriter
 from orchestrator.state.resumption import resume_fleet
 from placements.spec.problems import Problem
-from workers.artifacts.store.store_settings import StoreSettings
+from workers.artifacts.store.store import StoreSettings
 from workers.host.lifetime import Process, boot, own_process, process_start
 from workers.host.task_boundary import task_boundary
 from workers.messages.metric_family import MetricFamily

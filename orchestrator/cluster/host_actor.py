@@ -23,7 +23,7 @@ from workers.artifacts.fetch.artifact_fetcher import ArtifactFetcher, FetchedArt
 from workers.artifacts.fetch.progress import FetchStatus
 from workers.artifacts.fetch.single_flight import SingleFlight
 from workers.artifacts.store.manifest import Artifact
-from workers.artifacts.store.store_settings import StoreSettings
+from workers.artifacts.store.store import StoreSettings
 from workers.compiling.build import Built, Checked
 from workers.compiling.compile_service import CompileService
 from workers.compiling.prefetch import Foreseen
@@ -32,17 +32,16 @@ from workers.host.core_claims import held_cores
 from workers.host.device_metrics import DeviceMonitor
 from workers.host.facts.machine import owners
 from workers.host.facts.reading import read_host_facts
+from workers.host.host_facts import NODE_VARIABLE, end_orphans
 from workers.host.instance_metadata import NoticeWatch
 from workers.host.interpreter import Interpreter, Interpreters
 from workers.host.lifetime import Process, own_process
 from workers.host.neuron_faults import fault_of
-from workers.host.orphans import NODE_VARIABLE, end_orphans
 from workers.host.task_boundary import task_boundary
 from workers.host.warm_processes import HANDED_OVER, WarmProcesses
 from workers.messages.metric_family import MetricFamily
-from workers.messages.notice import Notice
 from workers.messages.replica_config import ReplicaConfig
-from workers.messages.status import Failure
+from workers.messages.status import Failure, Notice
 
 log = logging.getLogger(__name__)
 

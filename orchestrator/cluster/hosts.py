@@ -23,9 +23,9 @@ from orchestrator.fleet.effects import HostLost
 from orchestrator.fleet.host_greeting import own_greeting, unfit
 from orchestrator.process.awake_clock import AwakeClock
 from workers.artifacts.fetch.progress import FetchStatus
-from workers.artifacts.store.store_settings import StoreSettings
+from workers.artifacts.store.store import StoreSettings
+from workers.host.host_facts import NODE_VARIABLE, node_mark
 from workers.host.lifetime import Process, end_process
-from workers.host.orphans import NODE_VARIABLE, mark_of
 from workers.host.task_boundary import task_boundary
 
 log = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class HostActors:
         return {} if mark is None else {NODE_VARIABLE: mark}
 
     def _mark(self, node: RayNode) -> str | None:
-        return mark_of(f"{self._namespace}{self._home}", node.label, node.id) if self._nodes.are_joined else None
+        return node_mark(f"{self._namespace}{self._home}", node.label, node.id) if self._nodes.are_joined else None
 
     def _start(self, node: RayNode) -> Any:
         return HostActor.options(  # type: ignore[attr-defined]

@@ -31,12 +31,11 @@ from orchestrator.process.awake_clock import AwakeClock
 from placements.facts.topology import Host
 from workers.artifacts.fetch.artifact_fetcher import FetchedArtifact, WantedArtifact
 from workers.artifacts.fetch.progress import FetchStatus
-from workers.artifacts.store.store_settings import StoreSettings
+from workers.artifacts.store.store import StoreSettings
 from workers.host.interpreter import Interpreter
 from workers.messages.metric_family import MetricFamily
-from workers.messages.notice import Notice, earliest
 from workers.messages.replica_config import ReplicaConfig
-from workers.messages.status import Failure
+from workers.messages.status import Failure, Notice, earliest
 
 log = logging.getLogger(__name__)
 

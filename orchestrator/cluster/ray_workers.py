@@ -26,7 +26,7 @@ from ray.core.generated.node_manager_pb2 import PrestartWorkersRequest
 from ray.core.generated.node_manager_pb2_grpc import NodeManagerServiceStub
 from ray.runtime_env import RuntimeEnv
 
-from workers.host.orphans import NODE_VARIABLE
+from workers.host.host_facts import NODE_VARIABLE
 from workers.host.task_boundary import task_boundary
 
 log = logging.getLogger(__name__)

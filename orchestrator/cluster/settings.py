@@ -22,7 +22,7 @@ from placements.spec import removed
 from placements.spec.problems import Problem, in_order
 
 if TYPE_CHECKING:
-    from workers.artifacts.store.store_settings import StoreSettings
+    from workers.artifacts.store.store import StoreSettings
 
 Origin = Literal["flag", "environment", "file", "default"]
 FILE = "config.yaml"
@@ -395,7 +395,7 @@ def _file(path: Path, problems: list[Problem]) -> dict[str, Value]:
 
 def store_settings(settings: Settings, root: Path) -> StoreSettings:
     """Returns the settings of each host's artifact store in ``root``. Requires settings without problems."""
-    from workers.artifacts.store.store_settings import StoreSettings
+    from workers.artifacts.store.store import StoreSettings
 
     return StoreSettings(root=str(root), budget=settings["store_bytes"])
 

@@ -23,7 +23,7 @@ from placements.spec.schema import ModelSpec
 from workers.artifacts.fetch.artifact_fetcher import ArtifactFetcher, wanted_by, with_folders
 from workers.artifacts.fetch.progress import Progress
 from workers.artifacts.sources.listing import SourceError, Stopped
-from workers.artifacts.store.store_settings import StoreSettings
+from workers.artifacts.store.store import StoreSettings
 from workers.compiling import prefetch
 from workers.compiling.build import GONE, NEEDS_DEVICE, BuildTrouble, Built, Predicted, Wanted, Working
 from workers.compiling.memory_gate import need_gib, startable

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from orchestrator.process.failure import Failed
 from workers.artifacts.sources.hub import silence_loggers
-from workers.artifacts.store import locks
-from workers.host.error_chain import error_chain
+from workers.host import file_lock
+from workers.host.neuron_faults import error_chain
 from workers.neff_cache.compiled_artifacts import MANIFEST
 from workers.neff_cache.shared_artifacts import FOLDER
 
@@ -62,9 +62,9 @@ def _locked(folder: Path) -> Iterator[None]:
     """Locks the entry against deletion, for example by `cache prune`. Raises Failed if it is already empty."""
     with contextlib.ExitStack() as stack:
         try:
-            stack.enter_context(locks.shared(folder.with_name(f"{folder.name}.lock")))
+            stack.enter_context(file_lock.shared(folder.with_name(f"{folder.name}.lock")))
         except OSError as error:
-            if error.errno not in locks.READ_ONLY:  # a read-only entry cannot be deleted
+            if error.errno not in file_lock.READ_ONLY:  # a read-only entry cannot be deleted
                 raise
         if not (folder / MANIFEST).is_file():
             raise Failed("hub-push-failed", f"{folder} was deleted meanwhile", "compile it again")

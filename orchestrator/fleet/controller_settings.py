@@ -9,7 +9,7 @@ import msgspec
 from orchestrator.fleet.gateway_places import HOSTS
 from orchestrator.process.home import FleetRecord
 from placements.facts.topology import Machine
-from workers.artifacts.store.store_settings import StoreSettings
+from workers.artifacts.store.store import StoreSettings
 from workers.messages.credentials import Credentials
 
 DRAIN_S = 20.0

@@ -15,9 +15,8 @@ from workers.artifacts.fetch.progress import FetchStatus
 from workers.host.interpreter import Interpreter
 from workers.messages.actor_message import actor_message
 from workers.messages.metric_family import MetricFamily
-from workers.messages.notice import Notice
 from workers.messages.replica_config import ReplicaConfig
-from workers.messages.status import Failure, ReplicaStatus
+from workers.messages.status import Failure, Notice, ReplicaStatus
 
 StartStep = Literal["check", "foresee", "compile"]
 

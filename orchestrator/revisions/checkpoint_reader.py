@@ -199,7 +199,7 @@ def _read(part: SourcePart, folder: str, head: Metadata | None, where: str, pyth
 
 def _unloadable(part: SourcePart, folder: str, where: str, here: bool, readable: bool) -> Problem | None:
     """Returns why a start would fail to load the folder, or None. ``readable``: its config.json was read."""
-    from workers.engines.checkpoint_check import check_checkpoint
+    from workers.engines.weight_files import check_checkpoint
     from workers.messages.engine_protocol import EngineLoadError
     from workers.text.tokenizer import check_tokenizer_files
 

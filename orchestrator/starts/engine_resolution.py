@@ -13,8 +13,7 @@ from orchestrator.process.version import corewright_version
 from orchestrator.revisions.resolved_revision import ResolvedRevision
 from placements.facts.engines import AUTO_ENGINES, PACKAGES, SERVER_ENGINES, Engine, NoEngine, choose_engine
 from placements.facts.tnx_families import MISREAD_HINT
-from workers.host.interpreter import Interpreter, refusal
-from workers.host.vllm_interpreter import vllm_refusal
+from workers.host.interpreter import Interpreter, refusal, vllm_refusal
 from workers.messages.replica_config import ReplicaConfig
 from workers.messages.status import Failure
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from orchestrator.fleet.effects import HostReport
 from orchestrator.fleet.leaving_host import LeavingHost
 from orchestrator.records.journal_records import Departure
-from workers.messages.notice import Notice
+from workers.messages.status import Notice
 
 SAME_S = 2.0  # deadlines of one notice may differ by so much between two reports
 

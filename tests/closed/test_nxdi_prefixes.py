@@ -20,9 +20,8 @@ from tests.workers import nxdi_traffic
 from tests.workers.conftest import checkpoint as checkpoint
 from tests.workers.nxdi_traffic import FULL, Arrival, Checkpoints, families, opened, served
 from tests.workers.nxdi_traffic import sources as sources
-from workers.batching.block_pool import BlockPool
 from workers.engines.cpu.engine import CpuEngine
-from workers.engines.nxd_inference.block_engine import NxdBlockEngine
+from workers.engines.nxd_inference.block_engine import BlockPool, NxdBlockEngine
 from workers.engines.nxd_inference.package import import_package
 from workers.messages.engine_protocol import EngineLoadError, Reuse
 

@@ -46,9 +46,8 @@ from workers.artifacts.fetch.progress import FetchStatus
 from workers.host.interpreter import Interpreter
 from workers.host.lifetime import since_boot
 from workers.messages.metric_family import MetricFamily
-from workers.messages.notice import Notice
 from workers.messages.replica_config import ReplicaConfig
-from workers.messages.status import Failure, Phase, Reaction, ReplicaStatus
+from workers.messages.status import Failure, Notice, Phase, Reaction, ReplicaStatus
 
 T = TypeVar("T")
 DEADLINE_S = 10.0

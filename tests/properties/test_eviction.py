@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.searches import search
-from workers.artifacts.store.budget import Eviction, StoredArtifact, choose_evictions, occupied_bytes
+from workers.artifacts.store.eviction import Eviction, StoredArtifact, choose_evictions, occupied_bytes
 
 SIZES = {f"content-{number}": 1 << number for number in range(8)}
 

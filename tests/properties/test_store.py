@@ -16,7 +16,7 @@ from tests.workers.fake_remote import FakeRemote
 from workers.artifacts.sources.listing import SourceError, Stopped
 from workers.artifacts.store import manifest
 from workers.artifacts.store.artifact_uses import using
-from workers.artifacts.store.blobs import digest_of
+from workers.artifacts.store.contents import digest_of
 from workers.artifacts.store.manifest import Artifact
 from workers.artifacts.store.store import Store
 

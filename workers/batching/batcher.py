@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import cast
 
 import msgspec
 
-from workers.batching.accepted_request import AcceptedRequest
-from workers.batching.batcher_stats import BatcherStats
+from workers.batching.accepted_request import AcceptedRequest, check_request
 from workers.batching.buckets import smallest_bucket
 from workers.batching.engine_steps import steps_of
 from workers.batching.guidance import Guides
-from workers.batching.request_checks import check_request
-from workers.batching.request_slots import RequestSlots
 from workers.batching.sampling import start_sampling
-from workers.batching.step_loop import BatcherClosed, StepLoop
+from workers.batching.slots import RequestSlots
+from workers.batching.step_loop import BatcherStats, StepLoop
 from workers.messages.engine_protocol import BlockEngine, EngineSpec, GenerateEngine
 from workers.messages.requests import FinishReason, GenerateRequest, TokenEvent
 from workers.text.detokenizer import AnswerText
 from workers.text.tokenizer import Tokenizer
 
 
-class Batcher(StepLoop[AcceptedRequest]):
+class Batcher(StepLoop[AcceptedRequest, list[tuple[int, AcceptedRequest]]]):
     """Drives one engine for many requests.
 
     Any thread may ``submit``, ``cancel``, ``drain``, ``close`` and read ``stats``; one thread calls ``run`` (or, in
@@ -93,59 +91,16 @@ class Batcher(StepLoop[AcceptedRequest]):
     @property
     def stats(self) -> BatcherStats:
         with self._changed:
-            return BatcherStats(
+            return self._stats(
                 slots=len(self._slots),
                 live=self._live_count,
                 waiting=len(self._waiting),
                 prefilling=self._prefilling,
-                steps=self._steps,
-                tokens=self._tokens,
-                step_started_at=self._step_started_at,
-                draining=self._draining,
-                failed=self._failed,
                 accepted=self._engine_steps.accepted,
                 drafted=self._engine_steps.drafted,
                 prefix_queries=self._slots.queries,
                 prefix_hits=self._slots.hits,
             )
-
-    def run(self, after_step: Callable[[], None] = lambda: None) -> None:
-        """Run steps until ``close``, waiting while idle. Raises the exceptions of the engine and of ``emit``.
-
-        ``after_step`` is called after each step, on this thread.
-        """
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._accepted or self._closing)
-                if self._closing and not self._accepted:
-                    return
-            self.step()
-            after_step()
-
-    def step(self) -> bool:
-        """Run one step. Returns False with nothing to do. Raises the exceptions of the engine and of ``emit``."""
-        with self._changed:
-            if self._failed is not None:
-                raise BatcherClosed(self._failed)
-            self._stepping = True
-            events = self._end_cancelled()
-            if self._closing:
-                events += self._end_all("the replica is closing")
-            joining = self._admit()
-            rows = joining or self._slots.live()
-            self._prefilling = len(joining)
-            self._step_started_at = self._clock() if rows else None
-        try:
-            if rows:
-                events += self._run_engine(rows, is_prefill=bool(joining))
-        except Exception as error:
-            step = "prefill" if joining else "decode"
-            reason = f"the engine failed in a {step} of {len(rows)} slots: {type(error).__name__}: {error}"
-            events += self._fail(reason)
-            raise
-        finally:
-            self._send(events)
-        return bool(rows or events)
 
     def _start(self, request: GenerateRequest) -> AcceptedRequest:
         """Returns the state of a new request. Raises ValueError for an unsupported schema or stop string."""
@@ -189,6 +144,18 @@ class Batcher(StepLoop[AcceptedRequest]):
         self._prefilling = 0
         return events
 
+    def _wait_s(self) -> float | None:
+        return 0.0 if self._accepted or self._closing else None
+
+    def _next_work(self) -> list[tuple[int, AcceptedRequest]]:
+        """Returns the rows of the next step, sorted by slot."""
+        joining = self._admit()
+        self._prefilling = len(joining)
+        return joining or self._slots.live()
+
+    def _describe(self, rows: list[tuple[int, AcceptedRequest]]) -> str:
+        return f"a {'prefill' if self._prefilling else 'decode'} of {len(rows)} slots"
+
     def _admit(self) -> list[tuple[int, AcceptedRequest]]:
         """Step 2: returns the requests that join now with their slots, sorted by slot; empty for no prefill."""
         if not self._waiting:
@@ -213,8 +180,9 @@ class Batcher(StepLoop[AcceptedRequest]):
         buckets = self._spec.prefill_buckets
         return count * smallest_bucket(buckets, prompt) <= buckets[-1]
 
-    def _run_engine(self, rows: Sequence[tuple[int, AcceptedRequest]], is_prefill: bool) -> list[TokenEvent]:
+    def _run_engine(self, rows: list[tuple[int, AcceptedRequest]]) -> list[TokenEvent]:
         """Steps 2 and 3: call the engine once for ``rows``. Returns an event for each."""
+        is_prefill = self._prefilling > 0
         slots, members = [slot for slot, _ in rows], [accepted for _, accepted in rows]
         if is_prefill:
             events = self._engine_steps.prefill(slots, members, self._slots.copies)

@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from workers.batching.batcher_stats import BatcherStats
 from workers.batching.encode_queue import SLOTS_PER_ROW, EncodeQueue, WaitingInput, shares
-from workers.batching.step_loop import StepLoop, refuse_when_closed
+from workers.batching.step_loop import BatcherStats, StepLoop
 from workers.messages.encoder_protocol import EncodeEngine
 from workers.messages.engine_protocol import EngineSpec
 from workers.messages.requests import AnswerPart, FinishReason, GenerateRequest, TokenEvent
@@ -26,7 +25,7 @@ class _EncodedAnswer:
     batches_s: float = 0.0
 
 
-class EncodeBatcher(StepLoop[_EncodedAnswer]):
+class EncodeBatcher(StepLoop[_EncodedAnswer, list[WaitingInput]]):
     """Drives one encoder. See `Batcher` for the threads that may call its methods; the same contract holds.
 
     A batch starts when it is full, or ``max_wait_s`` after the arrival of the request that has waited longest.
@@ -64,17 +63,7 @@ class EncodeBatcher(StepLoop[_EncodedAnswer]):
     @property
     def stats(self) -> BatcherStats:
         with self._changed:
-            return BatcherStats(
-                slots=self.spec.slots,
-                live=len(self._accepted),
-                waiting=0,
-                prefilling=0,
-                steps=self._steps,
-                tokens=self._tokens,
-                step_started_at=self._step_started_at,
-                draining=self._draining,
-                failed=self._failed,
-            )
+            return self._stats(slots=self.spec.slots, live=len(self._accepted))
 
     def submit(self, request: GenerateRequest) -> None:
         """Accept a request. Raises ValueError for one that can never run, and ``BatcherClosed``."""
@@ -100,19 +89,7 @@ class EncodeBatcher(StepLoop[_EncodedAnswer]):
     def warm_guides(self) -> None:
         """An encoder has none."""
 
-    def run(self, after_step: Callable[[], None] = lambda: None) -> None:
-        """Run batches until ``close``, waiting while idle. Raises the exceptions of the engine and of ``emit``."""
-        while True:
-            with self._changed:
-                while (wait_s := self._wait_s()) is None or wait_s > 0:
-                    self._changed.wait(wait_s)
-                if self._closing and not self._accepted:
-                    return
-            self.step()
-            after_step()
-
     def _wait_s(self) -> float | None:
-        """Returns the seconds until the next step; None: until something changes."""
         if self._closing or self._cancelled:
             return 0.0
         oldest = self._queue.oldest_at()
@@ -122,28 +99,16 @@ class EncodeBatcher(StepLoop[_EncodedAnswer]):
             return 0.0
         return max(0.0, oldest + self._max_wait_s - self._clock())
 
-    def step(self) -> bool:
-        """Run one batch, however small. Returns False with nothing to do. Raises as ``run``."""
-        with self._changed:
-            refuse_when_closed(self._failed, False, False)
-            self._stepping = True
-            events = self._end_cancelled()
-            if self._closing:
-                events += self._end_all("the replica is closing")
-            batch = self._queue.take()
-            started = self._step_started_at = self._clock() if batch else None
-        try:
-            if batch:
-                rows = self._engine.encode([place.input for place in batch])
-                assert started is not None
-                events += self._record(batch, rows, self._clock() - started)
-        except Exception as error:
-            reason = f"the engine failed in a batch of {len(batch)} inputs: {type(error).__name__}: {error}"
-            events += self._fail(reason)
-            raise
-        finally:
-            self._send(events)
-        return bool(batch or events)
+    def _next_work(self) -> list[WaitingInput]:
+        return self._queue.take()
+
+    def _describe(self, batch: list[WaitingInput]) -> str:
+        return f"a batch of {len(batch)} inputs"
+
+    def _run_engine(self, batch: list[WaitingInput]) -> list[TokenEvent]:
+        rows, started_at = self._engine.encode([place.input for place in batch]), self._step_started_at
+        assert started_at is not None
+        return self._record(batch, rows, self._clock() - started_at)
 
     def _record(self, batch: Sequence[WaitingInput], rows: Any, seconds: float) -> list[TokenEvent]:
         """Keeps the rows of a batch. Returns the events of the requests that are complete."""

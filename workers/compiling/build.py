@@ -23,21 +23,19 @@ import msgspec
 from placements.facts.engines import SERVER_ENGINES
 from workers.artifacts.sources.listing import SourceError
 from workers.artifacts.store.artifact_uses import using
-from workers.engines.checkpoint_check import check_checkpoint
-from workers.engines.open_engine import hide_progress_bars
-from workers.host import file_lock, forked_process, host_facts
-from workers.host.json_process import answering
+from workers.engines.open_engine import buildables, hide_progress_bars
+from workers.engines.weight_files import check_checkpoint
+from workers.host import file_lock, host_facts
+from workers.host.json_process import ChildRequest, answering, read_request
 from workers.host.memory_limits import is_out_of_memory, out_of_memory
 from workers.host.neuron_faults import VAGUE, fault_of
-from workers.host.process_tree import end_with
 from workers.messages.actor_message import actor_message
 from workers.messages.engine_protocol import EngineLoadError
 from workers.messages.replica_config import NEVER_SET, ReplicaConfig
 from workers.messages.status import Failure
 from workers.neff_cache import shared_artifacts
-from workers.neff_cache.compile_units import Buildable
-from workers.neff_cache.compiled_artifacts import LockedEntry, entry, peek
-from workers.neff_cache.unavailable import log_unavailable
+from workers.neff_cache.compiled_artifacts import Buildable, LockedEntry, entry, peek
+from workers.neff_cache.sync import log_unavailable
 from workers.text.tokenizer import load_tokenizer
 
 log = logging.getLogger(__name__)
@@ -46,11 +44,10 @@ GONE = "weights-missing"  # error of ``compile`` without ``make`` for missing ar
 NEEDS_DEVICE = "compile-needs-device"  # error of ``compile`` for graphs that only a start on its cores can compile
 
 
-class Order(msgspec.Struct, frozen=True, kw_only=True):
+class Order(ChildRequest, frozen=True, kw_only=True):
     """The input of a command."""
 
     config: ReplicaConfig
-    parent: int = 0  # pid of the parent to end with; 0: none
     read: bool = False  # ``predict``: read weights whose digests are needed and unknown
     push: bool = False  # ``compile``: push complete artifacts to the config's ``neff_cache``
     make: bool = True  # ``compile``: compile missing artifacts; False: an error, since the weights are not here
@@ -222,34 +219,11 @@ def _is_pulled(config: ReplicaConfig, held: LockedEntry, warnings: list[str]) ->
 
 
 def _buildables(config: ReplicaConfig, read: bool) -> list[Buildable]:
-    if config.engine == "echo":
-        return []
-    hide_progress_bars()
-    if config.engine == "cpu":
-        from workers.engines.cpu.engine import buildables as of_cpu
-
-        return of_cpu(config)
-    if config.engine == "transformers-neuronx":
-        from workers.engines.transformers_neuronx.engine import buildables as of_tnx
-
-        return of_tnx(config)
-    if config.engine == "nxd-inference":
-        from workers.engines.nxd_inference.engine import buildables as of_nxd
-
-        return of_nxd(config, read)
-    if config.engine == "torch-neuronx":
-        from workers.engines.torch_neuronx.engine import buildables as of_traces
-
-        return of_traces(config)
-    if config.engine == "optimum-neuron":
-        from workers.engines.optimum_neuron.engine import buildables as of_optimum
-
-        return of_optimum(config, read)
     if config.engine == "vllm":
         from workers.servers.vllm_engine import buildables as of_vllm
 
         return of_vllm(config, read)
-    raise EngineLoadError("engine-not-installed", f"this version has no engine {config.engine!r}")
+    return buildables(config, read)
 
 
 def _wanted(config: ReplicaConfig, unit: Buildable) -> Wanted:
@@ -310,9 +284,7 @@ def main(arguments: list[str]) -> int:
     if arguments not in (["check"], ["predict"], ["compile"]):
         sys.stderr.write("usage: python -m workers.compiling.build check|predict|compile < JSON\n")
         return 2
-    order = msgspec.json.decode(sys.stdin.buffer.read(), type=Order)
-    if order.parent and not forked_process.imported:  # a fork ends with its client
-        end_with(order.parent)
+    order = read_request(Order)
     for name in NEVER_SET:
         os.environ.pop(name, None)
     os.environ.update(order.config.env)

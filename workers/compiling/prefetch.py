@@ -1,35 +1,121 @@
-"""Runs checks, predictions and compiles ahead of a start, each in a process of its own."""
+"""Checks, predicts and compiles ahead of a start, each in a process of its own, without claiming cores."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
 import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from hashlib import blake2s
+from pathlib import Path
 
 import msgspec
 
 from workers.artifacts.fetch.progress import Progress
 from workers.artifacts.sources.listing import Stopped
-from workers.compiling.build import BuildTrouble, Built, Checked, Order, Predicted, Reply, Working
-from workers.compiling.start_forecast import verdicts
-from workers.host import host_facts, json_process
-from workers.host.process_tree import end_marked
+from workers.compiling.build import BuildTrouble, Built, Checked, Order, Predicted, Reply, Wanted, Working
+from workers.host import json_process
 from workers.messages.actor_message import actor_message
 from workers.messages.replica_config import ReplicaConfig
 from workers.messages.status import Failure
-from workers.neff_cache.compile_units import compiles as compiles
+from workers.neff_cache.candidates import candidates
+from workers.neff_cache.compiled_artifacts import compiles as compiles
+from workers.neff_cache.predict import ArtifactCandidate, Prediction, predict
 
 log = logging.getLogger(__name__)
 
-FORESEE_S = 120.0  # to import an engine's package on a busy host
-END_S = 10.0
 POLL_S = 0.5
 _OF_ONE_REPLICA = {"replica": 0, "epoch": 0, "socket": "", "token": "", "log": "", "credentials": None, "cores": []}
+GIVEN = ("nxd-inference", "optimum-neuron")  # they compile, except for a precompiled source
+ASK_S = 120.0  # to import an engine's package on a busy host
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The prediction for one set of artifacts, the model's or its draft's."""
+
+    role: str
+    source: str
+    prediction: Prediction
+
+
+def verify(config: ReplicaConfig, *, read: bool = False, ahead: bool = False) -> list[Verdict] | Failure:
+    """Gets the needs of a start from the engine's interpreter and compares them with existing artifacts. Blocks.
+
+    ``read``: read weights whose digests are needed and unknown.
+    """
+    predicted = needed(config, read=read) if compiles(config) else Predicted(engine=config.engine, wanted=[])
+    return predicted if isinstance(predicted, Failure) else verdicts(config, predicted, os.environ, ahead=ahead)
+
+
+def verdicts(
+    config: ReplicaConfig, predicted: Predicted, environment: Mapping[str, str], *, ahead: bool = False
+) -> list[Verdict]:
+    """Compares the result of ``python -m workers.compiling.build predict`` with existing artifacts; ``environment``:
+    the host's. An engine that compiles nothing has one verdict."""
+    if not predicted.wanted:
+        source = config.source or ""
+        if predicted.engine in GIVEN:
+            reason = "the source is precompiled for the model's settings"
+            return [Verdict("model", source, Prediction("hit", "source", reason, source))]
+        return [Verdict("model", source, predict(None, []))]
+    env = {**environment, **config.env}
+    return [
+        Verdict(artifacts.role, artifacts.source, _predicted(config, artifacts, env, ahead))
+        for artifacts in predicted.wanted
+    ]
+
+
+def needed(config: ReplicaConfig, *, read: bool = False) -> Predicted | Failure:
+    """Returns the result of ``python -m workers.compiling.build predict`` in the replica's interpreter and
+    environment."""
+    order = Order(config=msgspec.structs.replace(config, token="", credentials=None), read=read)
+    python = config.python or sys.executable
+    try:
+        done = subprocess.run(
+            [python, "-m", "workers.compiling.build", "predict"],
+            input=json_process.encoded(order),
+            capture_output=True,
+            env=json_process.environment(config.env),
+            cwd="/",  # the current folder may have another package `workers`
+            timeout=None if read else ASK_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Failure("cache-not-verified", f"cannot run {python} to find out what {config.model} needs: {error}")
+    for line in done.stdout.splitlines():
+        reply = msgspec.json.decode(line, type=Reply)
+        if isinstance(reply, BuildTrouble):
+            return reply.failure
+        if isinstance(reply, Predicted):
+            return reply
+    words = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
+    message = f"{python} ended with exit code {done.returncode}: {' '.join(words)[:300]}"
+    return Failure("cache-not-verified", message, "check that interpreter with `corewright doctor SPEC`")
+
+
+def _predicted(config: ReplicaConfig, artifacts: Wanted, env: Mapping[str, str], ahead: bool) -> Prediction:
+    if artifacts.unread:
+        reason = f"{len(artifacts.unread)} files of the checkpoint need digests and are unread; read them with --read"
+        return Prediction("compile", "nothing", reason)
+    if config.compiled is None:
+        return Prediction("compile", "nothing", "there is no folder for compiled artifacts")
+    root = Path(config.compiled)
+    existing = candidates(
+        artifacts.manifest, root, Path(artifacts.source), env, kept=bool(artifacts.folder), neff_cache=config.neff_cache
+    )
+    if artifacts.folder and not artifacts.complete:  # by the engine's own check of the folder
+        existing = [_incomplete(candidate, artifacts.folder) for candidate in existing]
+    return predict(artifacts.manifest, existing, artifacts.source, ahead=ahead)
+
+
+def _incomplete(candidate: ArtifactCandidate, folder: str) -> ArtifactCandidate:
+    is_it = candidate.where == "compiled" and candidate.place == folder and not candidate.missing
+    return replace(candidate, missing=(Path(folder).name,)) if is_it else candidate
 
 
 @actor_message
@@ -50,7 +136,7 @@ def check(config: ReplicaConfig, stop: threading.Event | None = None, warm: str 
     """Checks whether a start of ``config`` could load its files; see `build.check`. Blocks while the engine's package
     is imported; ``warm`` as in `json_process.start`. Raises Stopped soon after ``stop`` is set."""
     try:
-        for reply in answers("check", config, stop or threading.Event(), FORESEE_S, warm=warm):
+        for reply in answers("check", config, stop or threading.Event(), ASK_S, warm=warm):
             if isinstance(reply, Checked):
                 return reply
             if isinstance(reply, BuildTrouble):
@@ -65,7 +151,7 @@ def foresee(config: ReplicaConfig, stop: threading.Event | None = None, warm: st
     """Predicts what would be missing. Blocks while the engine's package is imported and a remote cache answers;
     ``warm`` as in `json_process.start`. Raises Stopped soon after ``stop`` is set."""
     try:
-        replies = list(answers("predict", config, stop or threading.Event(), FORESEE_S, warm=warm))
+        replies = list(answers("predict", config, stop or threading.Event(), ASK_S, warm=warm))
     except (OSError, subprocess.SubprocessError, msgspec.MsgspecError) as error:
         return Foreseen(trouble=f"{type(error).__name__}: {error}")
     missing, trouble = [], "" if replies else "the process that predicts ended without a result"
@@ -127,34 +213,20 @@ def answers(
     Blocks. Raises Stopped soon after ``stop`` is set, and OSError if the process cannot be started.
     """
     config = msgspec.structs.replace(config, token="", credentials=None)
-    order = Order(config=config, parent=os.getpid(), push=push, make=make)
-    with _process(command, config, warm) as process:
-        assert process.stdin is not None
+    order = Order(config=config, push=push, make=make)
+    arguments = ("workers.compiling.build", command)
+    with json_process.running(
+        arguments, order, python=config.python, env=config.env, log_file=config.log, warm=warm
+    ) as process:
         assert process.stdout is not None
         watch = threading.Thread(target=_end_when, args=(process, stop, limit_s), name="build", daemon=True)
         watch.start()
-        with process.stdin as stdin, contextlib.suppress(BrokenPipeError):
-            stdin.write(msgspec.json.encode(order))
         for line in process.stdout:
             yield msgspec.json.decode(line, type=Reply)
         process.wait()
         watch.join()
         if stop.is_set():
             raise Stopped(f"stopped {command} of {config.model}: it has no waiters left")
-
-
-@contextlib.contextmanager
-def _process(command: str, config: ReplicaConfig, warm: str | None) -> Iterator[subprocess.Popen[bytes]]:
-    arguments = ("workers.compiling.build", command)
-    process = json_process.start(arguments, python=config.python, env=config.env, log_file=config.log, warm=warm)
-    started = host_facts.process_start(process.pid)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-        if started is not None:
-            end_marked(process.pid, started, END_S)
 
 
 def _end_when(process: subprocess.Popen[bytes], stop: threading.Event, limit_s: float | None) -> None:

@@ -15,7 +15,7 @@ from workers.artifacts.fetch.progress import Progress
 from workers.artifacts.sources.listing import SourceError
 from workers.artifacts.store.store import Store
 from workers.compiling.build import Predicted
-from workers.compiling.start_forecast import needed
+from workers.compiling.prefetch import needed
 from workers.messages.engine_protocol import EngineLoadError
 from workers.messages.replica_config import ReplicaConfig
 from workers.messages.status import Failure

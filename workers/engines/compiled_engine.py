@@ -1,18 +1,29 @@
-"""What engines share that load a compiled model from a folder: a scratch folder, and the sampling of each slot."""
+"""What engines share that compile a model in a process of its own and load it from a folder.
+
+That process does not hold cores when the caller claims them.
+"""
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+import sys
 import tempfile
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
 
 from workers.engines.engine_setup import LoadableEngine
-from workers.messages.engine_protocol import DeviceSampling
+from workers.host.json_process import ChildRequest, encoded, read_request
+from workers.messages.engine_protocol import DeviceSampling, EngineLoadError, EngineSpec
+from workers.neff_cache.compile_session import CompileSession
+from workers.neff_cache.compiled_artifacts import LockedEntry, compiling
 
 
-class CompiledEngine(LoadableEngine):
+class CompiledEngine(LoadableEngine[EngineSpec]):
     """Its model is released on ``close``."""
 
     _model: Any = None
@@ -39,3 +50,50 @@ class CompiledEngine(LoadableEngine):
         """Release the model. The cores are free when the process exits."""
         self._spec = None
         self._model = None
+
+
+S = TypeVar("S", bound=msgspec.Struct)
+LOG = "compile.log"  # in an entry
+TAIL = 40  # lines of the compiler's output in an error
+
+
+class CompileJob(ChildRequest, frozen=True, kw_only=True):
+    """The compile of one set of artifacts."""
+
+    settings: dict[str, Any]
+    folder: str
+
+
+def run_compile(module: str, settings: msgspec.Struct, label: str, entry: LockedEntry, session: CompileSession) -> None:
+    """Run ``python -m MODULE compile`` for ``entry``; ``label``: what is compiled, with which package.
+
+    Raises EngineLoadError with the last lines of its output, all of which is in the entry's compile.log.
+    """
+    log = entry.path / LOG
+    job = CompileJob(settings=msgspec.to_builtins(settings), folder=str(entry.path))
+    with session.compiling(), compiling(label, f"the compilers write to {log}"):
+        with log.open("wb") as output:
+            process = subprocess.run(
+                [sys.executable, "-m", module, "compile"],
+                input=encoded(job),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                check=False,
+            )
+        if process.returncode != 0:
+            tail = "\n".join(log.read_text(errors="replace").splitlines()[-TAIL:])
+            kept_log = entry.path.with_suffix(".log")  # a retry removes the entry
+            shutil.copyfile(log, kept_log)
+            what = f"compiling {label} ended with exit code {process.returncode}"
+            raise EngineLoadError("compile-failed", what, f"its output is in {kept_log}") from RuntimeError(tail)
+
+
+def compile_main(arguments: list[str], module: str, kind: type[S], compile_here: Callable[[S, Path], None]) -> int:
+    """Runs that process, with a job on standard input; ``kind``: of its settings. Returns its exit code."""
+    if arguments != ["compile"]:
+        sys.stderr.write(f"usage: python -m {module} compile < JSON\n")
+        return 2
+    # It ends with its parent, which holds the lock of the entry: else the next process would find two compilers there.
+    job = read_request(CompileJob)
+    compile_here(msgspec.convert(job.settings, kind), Path(job.folder))
+    return 0

@@ -1,22 +1,41 @@
-"""An engine without a model: each token proves that all tokens before it arrived unchanged and in order."""
+"""The echo engines, which need no model: tokens and vectors that depend on the input only."""
 
 from __future__ import annotations
 
+import array
 import struct
 import time
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 from workers.batching.buckets import default_decode_buckets, default_prefill_buckets, smallest_bucket
 from workers.engines.engine_setup import LoadableEngine
+from workers.messages.encoder_protocol import EncodeInput, EncoderSpec
 from workers.messages.engine_protocol import EngineSpec
+from workers.messages.replica_config import ReplicaConfig
 
 VOCAB_SIZE = 257  # the bytes, and EOS
 EOS_ID = 256
 FIRST_PRINTABLE = 32  # space
 PRINTABLE = 95  # space to tilde
+WIDTH = 8  # of a vector
+
+
+def open_echo(config: ReplicaConfig) -> EchoEngine:
+    """Returns the engine of a model that generates, not loaded yet."""
+    return EchoEngine(config.slots, config.max_len, _step_ms(config))
+
+
+def open_echo_encoder(config: ReplicaConfig) -> EchoEncoder:
+    """Returns the engine of any other model, not loaded yet."""
+    return EchoEncoder(config.slots, config.max_len, 1 if config.kind == "rerank" else WIDTH, _step_ms(config))
+
+
+def _step_ms(config: ReplicaConfig) -> float:
+    return float(config.engine_options.get("step_ms", 0))
 
 
 def echo_tokens(prompt_ids: Sequence[int], n: int) -> list[int]:
@@ -52,7 +71,7 @@ class _Row:
 
 
 @dataclass(eq=False)
-class EchoEngine(LoadableEngine):
+class EchoEngine(LoadableEngine[EngineSpec]):
     """Implements ``GenerateEngine`` with ``echo_tokens``; raises where a Neuron engine would return wrong tokens.
 
     As on Neuron, a decode overwrites every slot that is not listed, so a live slot that was omitted is detected when it
@@ -132,3 +151,48 @@ class EchoEngine(LoadableEngine):
     def _take_time(self) -> None:
         if self.step_ms:
             time.sleep(self.step_ms / 1000)
+
+
+def echo_vector(input: EncodeInput, width: int = WIDTH) -> tuple[float, ...]:
+    """Returns the vector of an input, of length 1, or for a ``width`` of 1 its score, up to 1: numbers drawn from the
+    CRC of its tokens, ``second`` and ``prompt``."""
+    digest = zlib.crc32(struct.pack(f"<{len(input.ids)}I2I", *input.ids, input.second, input.prompt))
+    numbers = [1 + zlib.crc32(bytes([place]), digest) % 1000 for place in range(width)]
+    length = sum(number**2 for number in numbers) ** 0.5 if width > 1 else 1000.0
+    return tuple(array.array("f", (number / length for number in numbers)))
+
+
+@dataclass
+class _VectorRow:
+    """A row with the method of numpy's that the batcher calls: this engine needs no numpy."""
+
+    numbers: tuple[float, ...]
+
+    def tobytes(self) -> bytes:
+        return array.array("f", self.numbers).tobytes()
+
+
+@dataclass(eq=False)
+class EchoEncoder:
+    """Implements ``EncodeEngine`` with ``echo_vector``. It needs neither torch nor transformers."""
+
+    rows: int
+    max_len: int
+    width: int = WIDTH  # of a vector; of a rerank model 1, the score of a pair
+    step_ms: float = 0.0  # the duration of a batch, to simulate a slow engine
+
+    @property
+    def spec(self) -> EncoderSpec:
+        labels = tuple(f"LABEL_{place}" for place in range(self.width))
+        return EncoderSpec(self.rows, default_prefill_buckets(self.max_len), VOCAB_SIZE, self.width, labels)
+
+    def load(self) -> None:
+        """There is nothing to load."""
+
+    def encode(self, inputs: Sequence[EncodeInput]) -> Any:
+        if self.step_ms:
+            time.sleep(self.step_ms / 1000)
+        return [_VectorRow(echo_vector(input, self.width)) for input in inputs]
+
+    def close(self) -> None:
+        """There is nothing to release."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import msgspec
 
 from workers.batching.buckets import checked_buckets
+from workers.messages.encoder_protocol import EncoderSpec
 from workers.messages.engine_protocol import EngineLoadError, EngineSpec
 from workers.messages.replica_config import ReplicaConfig
 
@@ -16,15 +17,16 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 TORCH_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # ours -> torch's
+Spec = TypeVar("Spec", EngineSpec, EncoderSpec)
 
 
-class LoadableEngine:
-    """The part of ``GenerateEngine`` that does not depend on the model: a ``spec`` once it is loaded."""
+class LoadableEngine(Generic[Spec]):
+    """The part of engines and encoders that does not depend on the model: a ``spec`` once it is loaded."""
 
-    _spec: EngineSpec | None = None  # set by ``load``
+    _spec: Spec | None = None  # set by ``load``
 
     @property
-    def spec(self) -> EngineSpec:
+    def spec(self) -> Spec:
         if self._spec is None:
             raise RuntimeError("the engine is not loaded")
         return self._spec

@@ -1,13 +1,50 @@
-"""Opens the engine that a replica's configuration names."""
+"""Opens the engine that a replica's configuration names, and lists what it compiles.
+
+An engine's module imports the engine's package, so that it is imported only when it is needed.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Mapping
+from importlib import import_module
+from types import MappingProxyType
+from typing import Any, cast
 
 from workers.messages.encoder_protocol import EncodeEngine
 from workers.messages.engine_protocol import EngineLoadError, GenerateEngine
 from workers.messages.replica_config import ReplicaConfig
+from workers.neff_cache.compiled_artifacts import Buildable
+
+GENERATING: Mapping[str, str] = MappingProxyType(
+    {
+        "cpu": "workers.engines.cpu.engine:open_cpu",
+        "echo": "workers.engines.echo:open_echo",
+        "transformers-neuronx": "workers.engines.transformers_neuronx.engine:open_transformers_neuronx",
+        "nxd-inference": "workers.engines.nxd_inference.block_engine:open_neuronx_distributed",
+        "optimum-neuron": "workers.engines.optimum_neuron.engine:open_optimum",
+    }
+)
+"""Engine -> the function that opens it, as MODULE:NAME."""
+
+ENCODING: Mapping[str, str] = MappingProxyType(
+    {
+        "cpu": "workers.engines.encoder.cpu:open_cpu_encoder",
+        "echo": "workers.engines.echo:open_echo_encoder",
+        "torch-neuronx": "workers.engines.torch_neuronx.engine:open_torch_neuronx",
+    }
+)
+
+COMPILING: Mapping[str, str] = MappingProxyType(
+    {
+        "cpu": "workers.engines.cpu.engine:buildables",
+        "transformers-neuronx": "workers.engines.transformers_neuronx.engine:buildables",
+        "nxd-inference": "workers.engines.nxd_inference.engine:buildables",
+        "torch-neuronx": "workers.engines.torch_neuronx.engine:buildables",
+        "optimum-neuron": "workers.engines.optimum_neuron.engine:buildables",
+    }
+)
 
 
 def hide_progress_bars() -> None:
@@ -25,54 +62,27 @@ def hide_progress_bars() -> None:
 
 def open_engine(config: ReplicaConfig) -> GenerateEngine:
     """Returns the engine, not loaded yet. Raises EngineLoadError for one that this host does not have."""
-    if config.engine != "echo":
-        hide_progress_bars()
-    if config.engine == "echo":
-        from workers.engines.echo import EchoEngine
-
-        step_ms = float(config.engine_options.get("step_ms", 0))
-        return EchoEngine(slots=config.slots, max_len=config.max_len, step_ms=step_ms)
-    if config.engine == "cpu":
-        from workers.engines.cpu.engine import open_cpu
-
-        return open_cpu(config)
-    if config.engine == "transformers-neuronx":
-        from workers.engines.transformers_neuronx.engine import open_transformers_neuronx
-
-        return open_transformers_neuronx(config)
-    if config.engine == "nxd-inference":
-        from workers.engines.nxd_inference.block_engine import open_neuronx_distributed
-
-        return open_neuronx_distributed(config)
-    if config.engine == "optimum-neuron":
-        from workers.engines.optimum_neuron.engine import open_optimum
-
-        return open_optimum(config)
-    raise EngineLoadError(
-        "engine-not-installed",
-        f"this version has no engine {config.engine!r}",
-        "use cpu, echo, transformers-neuronx, nxd-inference or optimum-neuron",
-    )
+    return cast(GenerateEngine, _call(GENERATING, config))
 
 
 def open_encoder(config: ReplicaConfig) -> EncodeEngine:
     """Returns the engine of a model that does not generate, not loaded yet. Raises EngineLoadError."""
     assert config.kind != "generate"
-    if config.engine == "echo":
-        from workers.engines.encoder.echo import WIDTH, EchoEncoder
+    return cast(EncodeEngine, _call(ENCODING, config, what=f" for kind {config.kind}"))
 
-        step_ms = float(config.engine_options.get("step_ms", 0))
-        width = 1 if config.kind == "rerank" else WIDTH
-        return EchoEncoder(rows=config.slots, max_len=config.max_len, width=width, step_ms=step_ms)
-    if config.engine == "cpu":
-        from workers.engines.encoder.cpu import open_cpu_encoder
 
+def buildables(config: ReplicaConfig, read: bool) -> list[Buildable]:
+    """Returns what a start of ``config`` compiles. With ``read`` False, no weights are read for their digests. Raises
+    EngineLoadError."""
+    return [] if config.engine == "echo" else cast(list[Buildable], _call(COMPILING, config, read))
+
+
+def _call(table: Mapping[str, str], config: ReplicaConfig, *arguments: object, what: str = "") -> Any:
+    if config.engine not in table:
+        *names, last = table
+        message = f"this version has no engine {config.engine!r}{what}"
+        raise EngineLoadError("engine-not-installed", message, f"use {', '.join(names)} or {last}")
+    if config.engine != "echo":
         hide_progress_bars()
-        return open_cpu_encoder(config)
-    if config.engine == "torch-neuronx":
-        from workers.engines.torch_neuronx.engine import open_torch_neuronx
-
-        hide_progress_bars()
-        return open_torch_neuronx(config)
-    what = f"this version has no engine {config.engine!r} for kind {config.kind}"
-    raise EngineLoadError("engine-not-installed", what, "use cpu, echo or torch-neuronx")
+    module, _, name = table[config.engine].partition(":")
+    return getattr(import_module(module), name)(config, *arguments)

@@ -8,7 +8,7 @@ from typing import Any, Protocol, cast
 
 from workers.engines.engine_setup import check_vocabularies
 from workers.messages.engine_protocol import EngineLoadError, EngineSpec, GenerateEngine, PrefixEngine, VerifyingEngine
-from workers.neff_cache.compile_units import Buildable
+from workers.neff_cache.compiled_artifacts import Buildable
 
 
 class SpeculativeEngine:

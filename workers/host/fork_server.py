@@ -29,7 +29,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from workers.host import forked_process
 from workers.host.fork_client import FORKED, REFUSED, RUN, check_peer
 from workers.host.host_facts import available_memory
 
@@ -79,6 +78,9 @@ READ_LATER = frozenset(
 )
 READ_LATER_PREFIXES = ("COREWRIGHT_", "NEURON_", "RAY_")
 """Variables that none of the imports reads, or that a fork applies itself."""
+
+imported: frozenset[str] = frozenset()
+"""The modules that this process has from the warm process; empty in a fresh process."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,7 @@ def _become(environment: Mapping[str, str], request: ForkRequest, client: socket
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.setpgid(0, 0)  # Ray kills the process group of a worker that ends
-        forked_process.adjust(environment)
+        adjust(environment)
         os.chdir(request.folder)
         client.sendall(FORKED)
         if client.recv(1) != RUN:
@@ -172,6 +174,23 @@ def _end_with(client: socket.socket) -> None:
     os._exit(1)
 
 
+def adjust(environment: Mapping[str, str]) -> None:
+    """Applies the environment in a new fork. Python's own random numbers and tempfile's folder need nothing."""
+    os.environ.clear()
+    os.environ.update(environment)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()  # else all forks would draw the same numbers
+    if "torch" in sys.modules:
+        sys.modules["torch"].seed()
+
+
+def use_threads() -> None:
+    """Applies OMP_NUM_THREADS in a fork. To be called in each thread that computes: OpenMP has read the variable when
+    torch was imported, and ``set_num_threads`` changes OpenMP's number for the calling thread only."""
+    if "torch" in imported and (threads := os.environ.get("OMP_NUM_THREADS")):
+        sys.modules["torch"].set_num_threads(int(threads))
+
+
 def main(engine: str, descriptor: int) -> None:
     """Serves on a listening unix socket, and runs the script of a request in each fork."""
     environment = dict(os.environ)
@@ -182,7 +201,8 @@ def main(engine: str, descriptor: int) -> None:
             prepare = getattr(importlib.import_module(name), "prepare_forks", None)
             if prepare is not None:
                 prepare()
-    forked_process.imported = frozenset(sys.modules)
+    global imported
+    imported = frozenset(sys.modules)
     gc.collect()
     gc.freeze()  # a collection in a fork would copy the pages of all these objects
     if len([*Path("/proc/self/task").iterdir()]) > 1:

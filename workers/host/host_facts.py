@@ -16,10 +16,32 @@ from types import FrameType
 
 import psutil
 
-from workers.host.facts.cpu_list import parse_cpulist
 from workers.host.lifetime import is_alive as is_alive
 from workers.host.lifetime import process_start as process_start
 from workers.host.process_tree import end_marked
+
+MOST_IDS = 2**14  # more CPUs than any machine has; limits the memory that an invalid list can take
+_PART = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?")
+
+
+def parse_cpulist(text: str) -> tuple[int, ...] | None:
+    """Returns the distinct ids, ascending; () for an empty list, None for an invalid one.
+
+    The format of /sys/devices/system/node/node*/cpulist (empty for a memory-only node) and of
+    ``NEURON_RT_VISIBLE_CORES`` (Neuron Runtime Configuration: "7", "3-6", "3,4,5,6", "3-5,6").
+    """
+    ids: set[int] = set()
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        match = _PART.fullmatch(part)
+        if match is None:
+            return None
+        first = int(match[1])
+        last = int(match[2] or first)
+        if last < first or last >= MOST_IDS:
+            return None
+        ids.update(range(first, last + 1))
+    return tuple(sorted(ids))
+
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +50,7 @@ MAX_LOG_BYTES = 64 * 2**20  # a larger log is rotated
 MARKS = (":job_id:", ":actor_name:", ":task_name:")  # prefixes of lines that Ray writes for its log reader
 DMI_PRODUCT = "sys/devices/virtual/dmi/id/product_name"  # the instance type on EC2
 ROOT_VARIABLE = "COREWRIGHT_HOST_ROOT"
+NODE_VARIABLE = "COREWRIGHT_RAY_NODE"  # in the environment of each replica on a joined cluster
 START_MARK = ":corewright_start:"  # line that a replica writes when it starts and when it is ready
 HIDDEN = (*MARKS, START_MARK)
 LAST_WORDS = 400  # lines
@@ -139,6 +162,30 @@ def _lives(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def node_mark(fleet: str, machine: str, node: str) -> str:
+    """Returns the value of the variable for a fleet's replicas on one Ray node of a machine."""
+    return f"{fleet}|{machine}|{node}"
+
+
+def is_orphan(mark: str, current: str) -> bool:
+    """True if the replica with a mark belongs to a former node of the machine of the ``current`` mark."""
+    return mark != current and mark.rpartition("|")[0] == current.rpartition("|")[0]
+
+
+def end_orphans(current: str, deadline_s: float) -> list[int]:
+    """Kills the replicas of former nodes, with their processes. Returns the pids of those that still exist after
+    ``deadline_s`` for each."""
+    orphans = {}
+    for pid in psutil.pids():
+        with contextlib.suppress(psutil.Error, OSError):
+            mark = psutil.Process(pid).environ().get(NODE_VARIABLE, "")
+            if is_orphan(mark, current) and (started := process_start(pid)) is not None:
+                orphans[pid] = started
+    if orphans:
+        log.warning("processes of this machine's former Ray node are killed: %s", sorted(orphans))
+    return [pid for pid, started in orphans.items() if not confirm_death(pid, started, deadline_s)]
 
 
 def cut_log(path: Path, most: int = MAX_LOG_BYTES) -> None:

@@ -11,7 +11,7 @@ import urllib.parse
 from datetime import datetime
 
 from workers.host import host_facts
-from workers.messages.notice import Notice
+from workers.messages.status import Notice
 
 log = logging.getLogger(__name__)
 

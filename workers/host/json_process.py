@@ -13,14 +13,18 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
-from workers.host import host_facts, private_file
+from workers.host import fork_server, host_facts, private_file
 from workers.host.fork_client import ATTACHED
+from workers.host.process_tree import end_marked, end_with
 from workers.messages.replica_config import NEVER_SET
+
+END_S = 10.0  # for the processes of a child to be gone
 
 
 def start(
@@ -53,9 +57,60 @@ def start(
         os.close(log)
 
 
+class ChildRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What a child process is to do."""
+
+    parent: int = 0  # pid of the process with which it ends; 0: none. `encoded` sets it.
+
+
+R = TypeVar("R", bound=ChildRequest)
+
+
+def encoded(request: ChildRequest) -> bytes:
+    """Returns the standard input of a child of this process."""
+    return msgspec.json.encode(msgspec.structs.replace(request, parent=os.getpid()))
+
+
+@contextlib.contextmanager
+def running(
+    arguments: Sequence[str],
+    request: ChildRequest,
+    *,
+    python: str | None,
+    env: Mapping[str, str],
+    log_file: str,
+    warm: str | None = None,
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Runs a child as `start` and sends its request. When the context ends, the child is killed, with all processes
+    that it has started. Raises OSError."""
+    process = start(arguments, python=python, env=env, log_file=log_file, warm=warm)
+    started = host_facts.process_start(process.pid)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        with contextlib.suppress(BrokenPipeError), process.stdin as stdin:  # broken if it has ended
+            stdin.write(encoded(request))
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        if started is not None:
+            end_marked(process.pid, started, END_S)
+
+
 def environment(env: Mapping[str, str]) -> dict[str, str]:
     """Returns this process's environment without the variables that no replica gets, plus ``env``."""
     return {name: value for name, value in os.environ.items() if name not in NEVER_SET} | dict(env)
+
+
+def read_request(kind: type[R]) -> R:
+    """Reads the request of this process, which then ends with its parent. A fork of a warm process ends with its client
+    instead."""
+    request = msgspec.json.decode(sys.stdin.buffer.read(), type=kind)
+    if request.parent and not fork_server.imported:
+        end_with(request.parent)
+    return request
 
 
 def answering() -> Callable[[msgspec.Struct], None]:

@@ -8,7 +8,7 @@ import resource
 
 import psutil
 
-from workers.host.error_chain import error_chain
+from workers.host.neuron_faults import error_chain
 from workers.messages.engine_protocol import EngineLoadError
 
 # Messages of torch, safetensors and C++ that raise neither MemoryError nor an OSError with ENOMEM.

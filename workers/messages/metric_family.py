@@ -44,10 +44,10 @@ class Histogram:
         self.counts = [0] * (len(self.bounds) + 1)
         self.sum = 0.0
 
-    def observe(self, value: float, count: int = 1) -> None:
-        """Add ``count`` observations of ``value``."""
-        self.counts[bisect_left(self.bounds, value)] += count
-        self.sum += value * count
+    def observe(self, value: float) -> None:
+        """Add an observation."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
 
     def observe_all(self, values: Iterable[float]) -> None:
         """Add one observation of each value, at a fraction of the cost of a call for each."""

@@ -1,7 +1,8 @@
-"""A replica's status and failures, as values that cross processes."""
+"""A replica's status and failures, and the notice of a host's end, as values that cross processes."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import Enum
 
 import msgspec
@@ -83,3 +84,16 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
     # that have ended while it loads
     contents: str = ""  # what `contents_of` its local folders gave when it loaded them; empty: it has none
     address: str = ""  # of its data plane for other hosts, `tls://host:port`; empty, or a path: only its socket
+
+
+class Notice(msgspec.Struct, frozen=True, kw_only=True):
+    """The cause of a host's end, and its time."""
+
+    cause: str  # "spot interruption", "rebalance recommendation", "drain by Ray"
+    until: float | None = None  # Unix time at which the host may be gone; None: it has no deadline
+
+
+def earliest(notices: Iterable[Notice | None]) -> Notice | None:
+    """Returns the notice with the first deadline; one without a deadline only if all have none."""
+    given = [notice for notice in notices if notice is not None]
+    return min(given, key=lambda notice: float("inf") if notice.until is None else notice.until, default=None)

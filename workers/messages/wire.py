@@ -17,6 +17,9 @@ method of an actor, raises ``PROTOCOL``.
 
 from __future__ import annotations
 
+import socket
+from typing import Any
+
 import msgspec
 
 from workers.messages.requests import GenerateRequest, TokenEvent
@@ -155,3 +158,18 @@ class FrameReader:
         if start < size or self._buffer:  # most reads end with a frame: nothing to keep
             self._buffer = bytearray(data[start:])
         return messages
+
+
+PROBE_S = 1  # without data; also between two probes
+GATEWAY_S = 4  # without an acknowledgement: the gateway gives the replica up, and sends its requests elsewhere
+REPLICA_S = 30  # the replica gives the gateway up. Longer: a gateway that is paused, and reads nothing, also counts
+
+
+def watch_link(connection: Any, silent_s: int) -> None:
+    """End a connection whose peer has not acknowledged data or a probe for ``silent_s``. ``connection`` is a socket, or
+    a transport's view of one."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, PROBE_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, silent_s)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * silent_s)  # of data that was sent

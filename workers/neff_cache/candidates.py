@@ -14,8 +14,7 @@ from workers.neff_cache.entries import EntryState, listed_entries, read_entries
 from workers.neff_cache.file_states import damaged
 from workers.neff_cache.predict import ArtifactCandidate, has_more_buckets
 from workers.neff_cache.record import LOCK_FILE, ManifestRecord, Proof, name_of, place_of, read_record, records_in
-from workers.neff_cache.sync import Localized, localized, place_at, records_at
-from workers.neff_cache.unavailable import describe
+from workers.neff_cache.sync import Localized, describe, localized, place_at, records_at
 
 CACHED = "transformers-neuronx"  # the engine that uses Neuron's cache; the others keep complete folders
 BESIDE = "compiled"  # folder of a checkpoint with NEFFs from Optimum

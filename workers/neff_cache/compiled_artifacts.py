@@ -11,11 +11,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from workers.host import file_lock
 from workers.host.process_tree import watched
 from workers.messages.engine_protocol import EngineLoadError
+from workers.messages.replica_config import ReplicaConfig
 from workers.neff_cache.file_states import Part, parts, sync_folder, sync_to_disk
 from workers.neff_cache.record import LOCK_FILE, missing_files, name_of, plain_of, record_of, write_record
 
@@ -195,3 +196,30 @@ def compiling(name: str, where: str) -> Iterator[None]:
         log.info("compiling %s failed after %.0f s: %s", name, time.monotonic() - began, type(error).__name__)
         raise
     log.info("compiled %s in %.0f s", name, time.monotonic() - began)
+
+
+def compiles(config: ReplicaConfig) -> bool:
+    """Returns whether the config's engine compiles artifacts that are kept."""
+    if config.engine == "cpu":
+        return bool(config.engine_options.get("compile"))
+    if config.engine == "vllm":
+        return config.claims is None  # on emulated hosts, its CPU back end compiles nothing
+    return config.engine != "echo"
+
+
+Tell = Callable[[int, int], None]
+"""Reports progress: compiled graphs, total graphs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Buildable:
+    """A set of compiled artifacts that a start needs."""
+
+    role: Literal["model", "draft"] = "model"
+    source: Path  # checkpoint folder
+    manifest: Mapping[str, Any]  # everything the artifacts depend on, as JSON
+    is_whole: Callable[[Path], bool] = always  # further check of an entry's completeness
+    # Compiles into an exclusively locked entry and finishes it; None: only a start can compile, on its cores.
+    make: Callable[[LockedEntry, Tell], None] | None = None
+    kept: bool = True  # False: kept by the package's own cache only
+    unread: tuple[str, ...] = ()  # files that must be read for their digests in the manifest

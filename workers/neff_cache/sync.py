@@ -1,5 +1,8 @@
 """Copies finished entries of a NEFF cache to this host and newly compiled ones back, each atomically.
 
+A remote cache that does not answer is reported, and its users continue without it: its entries can be compiled or may
+be on this host already, so that it costs time but no start.
+
 Several hosts must not compile against one S3 URL, since the locking of Neuron's own S3 cache is not documented; and a
 cache on a network file system does not show which compilers of other hosts are running. A process therefore gets a
 folder of this host in both cases, and also for a read-only cache.
@@ -27,7 +30,7 @@ from workers.artifacts.fetch.progress import Progress
 from workers.artifacts.fetch.retry_policy import RetryPolicy
 from workers.artifacts.sources.listing import Listing, RemoteFile, SourceError, Stopped
 from workers.artifacts.sources.s3 import Bucket
-from workers.artifacts.store import locks
+from workers.host import file_lock
 from workers.neff_cache import compiler_cache
 from workers.neff_cache.compiler_cache import LOG, NEFF
 from workers.neff_cache.entries import DONE, OWN, EntryState, listed_entries, read_entries, read_entry
@@ -44,10 +47,14 @@ from workers.neff_cache.record import (
     records_in,
     write_record,
 )
-from workers.neff_cache.unavailable import PATIENCE_S
 
 log = logging.getLogger(__name__)
 
+AWAY = frozenset({"s3-unreachable", "neff-cache-unreadable"})  # transient; other errors need a fix
+PATIENCE_S = 60.0  # retry deadline; shorter than for a model, which has no substitute
+
+_logged: set[tuple[str, str]] = set()  # locations and error ids that this process has logged
+_lock = threading.Lock()
 URL = "NEURON_COMPILE_CACHE_URL"
 S3 = "s3://"
 STAGED = "staged-"  # prefix of files during a push to a folder
@@ -60,6 +67,24 @@ PULLING, PUSHING = "sync.lock", "push.lock"  # separate, so that an upload of gi
 
 DAMAGED: set[str] = set()
 """Remote entries that this process found damaged, as URL/NAME: its next push replaces them."""
+
+
+def describe(location: str, error: SourceError) -> str:
+    """Describes why the content of the cache at ``location`` is unknown."""
+    shown = location if "@" not in location else f"s3://{location.rpartition('@')[2]}"  # without user and password
+    how = "does not answer" if error.id in AWAY else "cannot be used"
+    return f"the cache at {shown.partition('?')[0]} {how}: {error}"
+
+
+def log_unavailable(location: str, error: SourceError) -> str:
+    """Describes the error and logs it once per process; as an error unless it is transient."""
+    text = describe(location, error)
+    with _lock:
+        is_new = (location, error.id) not in _logged
+        _logged.add((location, error.id))
+    if is_new:
+        log.log(logging.WARNING if error.id in AWAY else logging.ERROR, "%s; continuing without it", text)
+    return text
 
 
 class Synced(msgspec.Struct, frozen=True, kw_only=True):
@@ -281,8 +306,9 @@ def _pulled(place: CachePlace, local: Path, record: str, compiler: str, stop: th
         and read_entry(local, entry.name).state not in (EntryState.SUCCESS, EntryState.LOCKED)
     ]
     expected = {name: [part.digest] for name, part in (named or {}).items()} | _digests(files)
-    incoming = local / OWN / INCOMING
     moved = [file for file in files if file.name.rpartition("/")[0] in missing and _belongs(file.name)]
+    # Of one listing: a killed pull may have left files of an older one.
+    incoming = local / OWN / INCOMING / Listing(source=place.url, files=tuple(moved)).key
     pulled = []
     if moved:
         place.fetch(moved, incoming, stop)
@@ -293,7 +319,7 @@ def _pulled(place: CachePlace, local: Path, record: str, compiler: str, stop: th
             continue
         move_in(incoming / name, local / name)
         pulled.append(name)
-    shutil.rmtree(incoming, ignore_errors=True)
+    shutil.rmtree(local / OWN / INCOMING, ignore_errors=True)
     records = _pull_records(place, files, local, pulled)
     return Synced(entries=tuple(pulled), records=records, bytes=sum(file.size for file in moved))
 
@@ -441,7 +467,7 @@ def _serialized(local: Path, lock: str, stop: threading.Event) -> Iterator[None]
     the process. Raises Stopped when ``stop`` is set meanwhile."""
     own = local / OWN
     own.mkdir(parents=True, exist_ok=True)
-    with locks.exclusive(own / lock, stop, lambda: log.info("waiting for another process that syncs %s", local)):
+    with file_lock.exclusive(own / lock, stop, lambda: log.info("waiting for another process that syncs %s", local)):
         yield
 
 

@@ -17,7 +17,7 @@ import aiohttp
 
 from placements.facts.adapters import RANKS, USE_PEFT, Adapter, max_rank
 from placements.facts.vllm import Plugin
-from workers.engines.safetensors_headers import tensors_of
+from workers.engines.weight_files import tensors_of
 from workers.host import foreign_files
 from workers.messages.engine_protocol import EngineLoadError
 from workers.messages.replica_config import ReplicaConfig

@@ -15,9 +15,8 @@ import msgspec
 from placements.facts.server_commands import filled
 from workers.messages.engine_protocol import EngineLoadError, EngineSpec
 from workers.messages.replica_config import ReplicaConfig
-from workers.servers.completion_server import CompletionServer
 from workers.servers.completion_stream import error_message
-from workers.servers.server_process import Address, ServerProcess, free_port, server_folder
+from workers.servers.server_process import Address, CompletionServer, ServerProcess, free_port, server_folder
 
 log = logging.getLogger(__name__)
 

@@ -20,15 +20,12 @@ import aiohttp
 import msgspec
 import uvloop
 
-from workers.batching.accepted_request import AcceptedRequest
-from workers.batching.batcher_stats import BatcherStats
-from workers.batching.request_checks import check_request
-from workers.batching.step_loop import refuse_when_closed
+from workers.batching.accepted_request import AcceptedRequest, check_request
+from workers.batching.step_loop import BatcherStats, refuse_when_closed
 from workers.messages.engine_protocol import EngineLoadError, EngineSpec
 from workers.messages.requests import AnswerPart, FinishReason, GenerateRequest, TokenEvent
 from workers.messages.status import ServerLoad
 from workers.servers.adapters import LoadedAdapters, UnknownAdapter, change_adapter, largest_rank, served_name
-from workers.servers.completion_server import CompletionServer
 from workers.servers.completion_stream import (
     BAD_GATEWAY,
     UNAVAILABLE,
@@ -40,6 +37,7 @@ from workers.servers.completion_stream import (
 )
 from workers.servers.forwarded_answer import EventReader, ForwardedRequest, whole_answer
 from workers.servers.server_metrics import ServerMetrics, TokenProgress
+from workers.servers.server_process import CompletionServer
 from workers.text.detokenizer import AnswerText
 from workers.text.tokenizer import Tokenizer
 

@@ -11,7 +11,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -19,7 +20,7 @@ import psutil
 
 from workers.host.lifetime import is_stopped
 from workers.host.process_tree import mark_of
-from workers.messages.engine_protocol import EngineLoadError
+from workers.messages.engine_protocol import EngineLoadError, EngineSpec
 
 KEEPER = Path(__file__).with_name("keeper.py")
 POLL_S = 0.2
@@ -184,3 +185,19 @@ class ServerProcess:
         assert self._keeper.stdin is not None
         self._keeper.stdin.close()
         self.wait()
+
+
+@dataclass(frozen=True)
+class CompletionServer:
+    """A server that is ready, and what requests to it depend on."""
+
+    address: Address
+    model: str  # its name there
+    spec: EngineSpec
+    version: tuple[int, int]  # of vLLM, for requests as tokens
+    wait: Callable[[], int]  # blocks until its processes are gone; returns the exit code
+    stop: Callable[[], None]
+    adapters: Mapping[str, str] = field(default_factory=dict)  # folders, by name
+    key: str = ""  # that requests need
+    most_adapters: int = 0  # loaded at a time; 0: all of them are loaded at the start
+    max_rank: int = 0  # of adapters that are loaded later

@@ -27,8 +27,7 @@ from typing import Any
 
 from placements.facts.vllm import Plugin
 from workers.artifacts.sources.listing import SourceError
-from workers.engines.checkpoint_digests import digest_of, unread_of
-from workers.engines.manifest_parts import neuron_build
+from workers.engines.manifest_parts import checkpoint_digests, neuron_build
 from workers.host import foreign_files, host_facts
 from workers.messages.engine_protocol import EngineLoadError
 from workers.messages.replica_config import ReplicaConfig
@@ -37,8 +36,7 @@ from workers.neff_cache.compile_session import CompileSession
 from workers.neff_cache.compiled_artifacts import SPENT, LockedEntry, entry
 from workers.neff_cache.file_states import Part, parts
 from workers.neff_cache.neuron_target import LNC, OVERRIDE
-from workers.neff_cache.sync import URL
-from workers.neff_cache.unavailable import log_unavailable
+from workers.neff_cache.sync import URL, log_unavailable
 
 log = logging.getLogger(__name__)
 
@@ -92,12 +90,11 @@ def needs(
     """
     sources = [Path(folder) for folder in (config.source, config.draft_source) if folder is not None]
     sources += map(Path, config.adapters.values())
-    root = Path(config.compiled or "")
     content: dict[str, Any] = {}
     unread: tuple[str, ...] = ()
     if plugin == "nxd" and config.compiled is not None:
-        unread = () if read else tuple(str(path) for source in sources for path in unread_of(source, root))
-        content = {"checkpoints": [] if unread else [digest_of(source, root) for source in sources]}
+        digests, unread = checkpoint_digests(sources, Path(config.compiled), read=read)
+        content = {"checkpoints": digests}
     elif plugin == "neuron":
         model, *drafts = (blake2s(foreign_files.read_bytes(source / "config.json")).hexdigest() for source in sources)
         content = {"model": model, "drafts": drafts}

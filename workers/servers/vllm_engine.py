@@ -21,8 +21,7 @@ from workers.engines.engine_setup import TORCH_DTYPES, dtype_on, source_of
 from workers.host.interpreter import probe
 from workers.messages.engine_protocol import EngineLoadError, EngineSpec
 from workers.messages.replica_config import ReplicaConfig
-from workers.neff_cache.compile_units import Buildable, Tell
-from workers.neff_cache.compiled_artifacts import LockedEntry
+from workers.neff_cache.compiled_artifacts import Buildable, LockedEntry, Tell
 from workers.servers import vllm_artifacts
 from workers.servers.adapters import (
     EMPTY,
@@ -32,9 +31,8 @@ from workers.servers.adapters import (
     served_name,
     write_empty_adapter,
 )
-from workers.servers.completion_server import CompletionServer
 from workers.servers.server_metrics import block_size
-from workers.servers.server_process import Address, ServerProcess, free_port, server_folder
+from workers.servers.server_process import Address, CompletionServer, ServerProcess, free_port, server_folder
 
 log = logging.getLogger(__name__)
 

@@ -1,22 +1,31 @@
-"""Opens what answers a replica's requests: a batcher over an engine, or a relay to a server."""
+"""Opens what answers a replica's requests: a batcher over an engine, or a relay to a server; and names its failures."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
+import msgspec.structs
+
 from placements.facts.engines import SERVER_ENGINES
+from workers.artifacts.sources.listing import SourceError
 from workers.batching.batcher import Batcher
-from workers.batching.batcher_stats import BatcherStats
 from workers.batching.encode_batcher import EncodeBatcher
+from workers.batching.step_loop import BatcherStats
 from workers.engines.checkpoint_files import contents_of
 from workers.engines.open_engine import open_encoder, open_engine
-from workers.host.core_claims import CoreClaim
+from workers.host import host_facts
+from workers.host.core_claims import CoreClaim, CoresTaken
+from workers.host.facts.reading import who_holds
+from workers.host.memory_limits import is_out_of_memory, out_of_memory
+from workers.host.neuron_faults import VAGUE, fault_of
 from workers.host.start_phases import START
 from workers.messages.engine_protocol import EngineLoadError, EngineSpec
 from workers.messages.replica_config import ReplicaConfig
 from workers.messages.requests import GenerateRequest, TokenEvent
+from workers.messages.status import Failure, Reaction
 from workers.text.tokenizer import load_tokenizer
 
 
@@ -74,3 +83,33 @@ def open_backend(config: ReplicaConfig, claim: CoreClaim | None, emit: Callable[
     tokenizer = load_tokenizer(config.engine, config.source)
     START.end("tokenizer")
     return Batcher(engine, tokenizer, emit)
+
+
+log = logging.getLogger(__name__)
+
+PERMANENT = ("engine-not-installed", "source-changed")  # until an operator acts
+CORES_HINT = "end the process that holds the cores; corewright unload MODEL frees those of a model"
+
+
+def failure_of(id: str, error: Exception, activity: str, config: ReplicaConfig) -> Failure:
+    """Returns why an activity failed; ``id`` where the exception has no better one.
+
+    A vague failure is replaced by a fault that the Neuron runtime reported, in the exception or the log.
+    """
+    if isinstance(error, CoresTaken):
+        return Failure("cores-taken", f"{error} (held: {error.held})", CORES_HINT)
+    cause = error
+    if not isinstance(cause, EngineLoadError | SourceError):
+        log.error("%s failed", activity, exc_info=error)
+        cause = EngineLoadError(id, f"{type(error).__name__}: {error}", f"the log is {config.log}")
+        if is_out_of_memory(error):
+            cause = out_of_memory(error, activity)
+    reaction = Reaction.STOP if cause.id in PERMANENT else Reaction.RETRY
+    failure = Failure(cause.id, cause.what, cause.hint, reaction)
+    fault = fault_of(error, host_facts.last_words(Path(config.log))) if failure.id in VAGUE else None
+    if (known := fault_of(error)) is not None and known.id == failure.id:  # the engine has added what it knows
+        failure = msgspec.structs.replace(failure, reaction=known.reaction)
+    if fault is None or fault.id != "cores-taken":
+        return fault or failure
+    owners = [f"nc{core} by pid {pid} ({command})" for core, (pid, command) in who_holds(config.cores).items()]
+    return msgspec.structs.replace(fault, what=f"{fault.what}; held: {', '.join(owners) or 'by no process now'}")

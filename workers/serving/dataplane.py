@@ -22,9 +22,9 @@ from urllib.parse import urlsplit
 
 from workers.batching.step_loop import BatcherClosed
 from workers.messages.credentials import Credentials, server_context
-from workers.messages.link_watch import REPLICA_S, watch_link
 from workers.messages.requests import FinishReason, GenerateRequest, InvalidField, TokenEvent
 from workers.messages.wire import (
+    REPLICA_S,
     Cancel,
     FrameReader,
     Hello,
@@ -38,6 +38,7 @@ from workers.messages.wire import (
     WireError,
     encode,
     mismatch,
+    watch_link,
 )
 
 log = logging.getLogger(__name__)

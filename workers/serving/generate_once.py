@@ -7,26 +7,23 @@ caller sets the whole environment. The process ends with its parent, so that no 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 
 from workers.host.core_claims import CoreClaim
-from workers.host.json_process import answering
-from workers.host.process_tree import end_with
+from workers.host.json_process import ChildRequest, answering, read_request
 from workers.messages.replica_config import ReplicaConfig
 from workers.messages.requests import FinishReason, GenerateRequest, TokenEvent
 from workers.messages.status import Failure
-from workers.serving.backend import Backend, open_backend
-from workers.serving.failures import failure_of
+from workers.serving.backend import Backend, failure_of, open_backend
 from workers.text.tokenizer import ChatTemplateError, NoChatTemplate, TemplateInput, Tokenizer, load_tokenizer
 
 DEFAULT_TOKENS = 128  # of an answer, if the slot has room
 
 
-class GenerateJob(msgspec.Struct, frozen=True, kw_only=True):
+class GenerateJob(ChildRequest, frozen=True, kw_only=True):
     """The prompt to answer, with its model and sampling parameters."""
 
     config: ReplicaConfig
@@ -36,7 +33,6 @@ class GenerateJob(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float = 0.0  # 0 is greedy
     top_k: int = 0  # 0 is off
     top_p: float = 1.0
-    parent: int = 0  # the pid of the caller
 
 
 class TextPiece(msgspec.Struct, frozen=True, tag="piece"):
@@ -144,8 +140,7 @@ def _end_of(answer: Sequence[TokenEvent]) -> End:
 
 def main() -> None:
     """Read the job and answer it."""
-    job = msgspec.json.decode(sys.stdin.buffer.read(), type=GenerateJob)
-    end_with(job.parent)
+    job = read_request(GenerateJob)
     run(job, answering())
 
 

@@ -24,12 +24,12 @@ from ray.util.metrics import Counter, Gauge
 
 import workers
 from placements.facts.engines import NXD_ENGINES, SERVER_ENGINES
+from workers.artifacts.fetch.arrival import read_ahead
 from workers.artifacts.store.artifact_uses import using
-from workers.host import forked_process, host_facts, private_file
+from workers.host import fork_server, host_facts, private_file
 from workers.host.core_claims import CoreClaim
 from workers.host.lifetime import since_boot
 from workers.host.neuron_faults import after_serving
-from workers.host.read_ahead import read_ahead
 from workers.host.start_phases import START
 from workers.messages.encoder_protocol import EncodeInput
 from workers.messages.engine_protocol import EngineLoadError
@@ -38,9 +38,8 @@ from workers.messages.requests import FinishReason, GenerateRequest, TokenEvent
 from workers.messages.status import Failure, Phase, ReplicaStatus
 from workers.messages.wire import Welcome
 from workers.neff_cache import compiled_artifacts
-from workers.serving.backend import Backend, local_contents, open_backend
+from workers.serving.backend import Backend, failure_of, local_contents, open_backend
 from workers.serving.dataplane import DataPlane
-from workers.serving.failures import failure_of
 from workers.serving.replica_metrics import REFRESH_S, TAGS, Metric, Sink, StepMetrics
 from workers.serving.spans import ReplicaTracing, open_provider
 
@@ -180,7 +179,7 @@ class Replica:
     def _load(self) -> None:
         config = self._config
         set_environment(config.env)
-        forked_process.use_threads()
+        fork_server.use_threads()
         host_facts.pin_to(config.env.get("COREWRIGHT_CPUS"))
         for folder in config.fetched_folders().values():
             self._uses.enter_context(using(folder))
@@ -262,7 +261,7 @@ class Replica:
     def _run_batcher(self) -> None:
         batcher = self._batcher
         assert batcher is not None
-        forked_process.use_threads()
+        fork_server.use_threads()
         metrics = StepMetrics(self._open_sink)
         threading.Thread(target=_refresh, args=(metrics, batcher), name="metrics", daemon=True).start()
         try:
@@ -306,7 +305,7 @@ def set_environment(planned: Mapping[str, str]) -> None:
     """Sets the planned variables: Ray has started a fork of a warm process, or the fresh process in place of a refused
     fork, for any replica. Raises EngineLoadError if an engine has been imported: engines read these variables at
     import, and would use another model's cores, or all of them."""
-    early = sorted(NEURON_MODULES & set(sys.modules) - ({"torch"} & forked_process.imported))
+    early = sorted(NEURON_MODULES & set(sys.modules) - ({"torch"} & fork_server.imported))
     if early:
         raise EngineLoadError("environment-late", f"{', '.join(early)} was imported before the environment was set")
     for name in NEVER_SET:  # Ray cannot unset a variable for an actor

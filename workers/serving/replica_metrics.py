@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
 
-from workers.batching.batcher_stats import BatcherStats
+from workers.batching.step_loop import BatcherStats
 from workers.host.task_boundary import task_boundary
 
 log = logging.getLogger(__name__)

@@ -16,9 +16,15 @@ from workers.host import foreign_files
 from workers.messages.encoder_protocol import EncodeInput
 from workers.messages.engine_protocol import EngineLoadError
 from workers.text.detokenizer import ByteTextStream, FastTextStream, TextStream
-from workers.text.input_tokens import InputTexts, InputTokenizer, encode_bytes, lower_case_first
-from workers.text.token_lengths import TokenLengths, token_lengths
-from workers.text.token_lengths import TooManyTokens as TooManyTokens
+from workers.text.input_tokens import (
+    InputTexts,
+    InputTokenizer,
+    TokenLengths,
+    encode_bytes,
+    lower_case_first,
+    token_lengths,
+)
+from workers.text.input_tokens import TooManyTokens as TooManyTokens
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as FastTokenizer

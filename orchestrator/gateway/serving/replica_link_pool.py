@@ -16,7 +16,7 @@ from orchestrator.fleet.route_table import ModelRoutes, Route
 from orchestrator.gateway.openai.request_builder import RequestLimits
 from orchestrator.gateway.serving.replica_link import ReplicaLink
 from workers.messages.credentials import REPLICA, Credentials, client_context
-from workers.messages.link_watch import GATEWAY_S, watch_link
+from workers.messages.wire import GATEWAY_S, watch_link
 from workers.serving.dataplane import HANDSHAKE_S, TLS_SCHEME
 
 P = TypeVar("P", bound=asyncio.Protocol)

@@ -26,8 +26,7 @@ from tests.workers.fake_remote import FakeRemote
 from tests.workers.neffs import COMPILER, finished, graph
 from tests.workers.tnx_runs import config as tnx
 from workers.artifacts.store.artifact_uses import using
-from workers.artifacts.store.store import Store
-from workers.artifacts.store.store_settings import StoreSettings
+from workers.artifacts.store.store import Store, StoreSettings
 from workers.host.neuron_faults import fault_of
 from workers.messages.replica_config import ReplicaConfig
 from workers.neff_cache import compiler_cache, neuron_target, shared_artifacts

@@ -28,7 +28,7 @@ from workers.engines import package_contract
 from workers.engines.package_contract import Drift
 from workers.host.facts.machine import HostFacts, NeuronProcess
 from workers.host.facts.neuron_ls import Device
-from workers.host.facts.versions import Versions
+from workers.host.facts.tools import Versions
 from workers.host.interpreter import Interpreter
 
 DEADLINE_S = 30

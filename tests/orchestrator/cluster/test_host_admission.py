@@ -15,7 +15,7 @@ from ray.exceptions import ActorUnavailableError, GetTimeoutError
 from orchestrator.cluster import host_actor, hosts
 from orchestrator.cluster.hosts import HostAdmission
 from orchestrator.fleet.host_greeting import HostGreeting
-from workers.artifacts.store.store_settings import StoreSettings
+from workers.artifacts.store.store import StoreSettings
 from workers.host.facts.machine import Owner
 from workers.messages.wire import PROTOCOL
 

@@ -17,7 +17,7 @@ from tests.orchestrator.fakes import FakeCluster, Played, play
 from tests.s3 import FaultProxy, S3Server
 from workers.artifacts.fetch.artifact_fetcher import FetchedArtifact, WantedArtifact
 from workers.artifacts.fetch.progress import FetchStatus
-from workers.artifacts.store.store_settings import StoreSettings
+from workers.artifacts.store.store import StoreSettings
 from workers.messages.status import Failure
 
 DEADLINE_S = 60.0

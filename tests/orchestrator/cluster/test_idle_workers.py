@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from orchestrator.cluster.ray_workers import IDLE, end_idle_workers
-from workers.host.orphans import NODE_VARIABLE
+from workers.host.host_facts import NODE_VARIABLE
 
 TITLES = (IDLE, "ray::Replica[m].watch", "python")
 

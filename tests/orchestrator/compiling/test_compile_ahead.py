@@ -25,7 +25,7 @@ from tests.checkpoints import make_checkpoint
 from tests.s3 import S3Server
 from tests.workers.tnx_runs import config
 from workers.artifacts.sources.listing import Stopped
-from workers.artifacts.store.store_settings import StoreSettings
+from workers.artifacts.store.store import StoreSettings
 from workers.compiling import prefetch
 from workers.compiling.build import BuildTrouble, Built, Predicted, Reply, Wanted, Working
 from workers.compiling.memory_gate import startable

@@ -14,7 +14,7 @@ from orchestrator.fleet.leaving_host import STOP_S
 from orchestrator.records.journal_records import Departure
 from orchestrator.state.departures import SAME_S, noticed_departures
 from tests.orchestrator.fakes import Played, settled_fleet
-from workers.messages.notice import Notice, earliest
+from workers.messages.status import Notice, earliest
 
 FIRST, SECOND = "inf2.48xlarge/0", "inf2.48xlarge/1"
 ROOMY = """\

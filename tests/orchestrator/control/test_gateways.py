@@ -14,7 +14,7 @@ from orchestrator.fleet.key_usage import KeyUsage, KeyUsageExchange
 from orchestrator.scaling.demand_report import DemandReport, DemandWindow
 from tests.orchestrator.fakes import Played, settled_fleet
 from tests.orchestrator.fleet_records import fleet_record
-from workers.messages.notice import Notice
+from workers.messages.status import Notice
 
 SPEC = """\
 version: 1

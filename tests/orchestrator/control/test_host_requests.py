@@ -19,7 +19,7 @@ from placements.facts.topology import Machine
 from placements.planner.spec_hosts import host_groups, hosts_for, kept_hosts
 from placements.spec.parse import parse
 from tests.orchestrator.fakes import FakeCluster, Played, starting_fleet, virtual
-from workers.messages.notice import Notice
+from workers.messages.status import Notice
 
 FIRST, SECOND, THIRD = (f"inf2.48xlarge/{i}" for i in range(3))
 SMALL = "trn1.32xlarge/0"

@@ -31,10 +31,10 @@ from tests.workers.fake_remote import FakeRemote
 from tests.workers.neffs import graph
 from tests.workers.tnx_runs import config
 from workers.artifacts.store.store import Store
-from workers.compiling import prefetch, start_forecast, warming
+from workers.compiling import prefetch, warming
 from workers.compiling.build import BuildTrouble, Built, Predicted, Reply, Wanted
 from workers.compiling.memory_gate import startable
-from workers.compiling.start_forecast import Verdict
+from workers.compiling.prefetch import Verdict
 from workers.compiling.warming import Warmed
 from workers.messages.replica_config import ReplicaConfig
 from workers.messages.status import Failure, Phase, Reaction
@@ -487,7 +487,7 @@ def test_an_entry_that_the_engine_rejects_is_not_a_hit(looked: Looked) -> None:
     )
     replica = config(Path("/models/m"), compiled=str(looked.home))
     outcomes = [
-        start_forecast.verdicts(replica, Predicted(engine="transformers-neuronx", wanted=[artifact]), os.environ)[
+        prefetch.verdicts(replica, Predicted(engine="transformers-neuronx", wanted=[artifact]), os.environ)[
             0
         ].prediction.outcome
         for artifact in (wanted, msgspec.structs.replace(wanted, complete=True))

@@ -20,7 +20,7 @@ from tests.s3 import Fault, FaultProxy, S3Server
 from workers.artifacts.fetch.artifact_fetcher import FetchedArtifact, WantedArtifact
 from workers.artifacts.fetch.progress import FetchStatus
 from workers.artifacts.store import manifest
-from workers.artifacts.store.store_settings import StoreSettings
+from workers.artifacts.store.store import StoreSettings
 
 DEADLINE_S = 120.0
 WEIGHTS = "tiny/model.safetensors"

@@ -47,7 +47,7 @@ from orchestrator.process.awake_clock import AwakeClock
 from orchestrator.cluster.ray_cluster import RayCluster
 from orchestrator.fleet.cluster_names import ray_name
 from workers.host import host_facts as host
-from workers.artifacts.store.store_settings import StoreSettings
+from workers.artifacts.store.store import StoreSettings
 
 address, pid, claims, log = sys.argv[1:]
 started = host.process_start(int(pid))

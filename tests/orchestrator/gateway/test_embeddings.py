@@ -25,7 +25,7 @@ from tests.orchestrator.encoded import EncoderReplica, HeldEncoder
 from tests.orchestrator.gateways import VERSION, LiveGateway, routes
 from tests.orchestrator.hostile import Wire, post
 from tests.served import Served
-from workers.engines.encoder.echo import WIDTH, EchoEncoder, echo_vector
+from workers.engines.echo import WIDTH, EchoEncoder, echo_vector
 from workers.messages.encoder_protocol import EncodeInput, EncoderSpec
 from workers.messages.requests import AnswerPart, TokenEvent
 

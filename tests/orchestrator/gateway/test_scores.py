@@ -16,7 +16,7 @@ from orchestrator.gateway.openai.answers import ClassificationList, Ranking, Sco
 from tests.encoders import TYPED, texts
 from tests.orchestrator.encoded import EncoderReplica
 from tests.orchestrator.gateways import VERSION, LiveGateway, routes
-from workers.engines.encoder.echo import EchoEncoder, echo_vector
+from workers.engines.echo import EchoEncoder, echo_vector
 from workers.messages.encoder_protocol import EncodeInput
 
 MAX_LEN = 64

@@ -18,7 +18,6 @@ from workers import engines
 from workers.artifacts.fetch import arrival
 from workers.artifacts.fetch.arrival import pending_files, wait_for, wait_for_all, wait_for_small
 from workers.artifacts.sources.listing import SourceError, Stopped
-from workers.artifacts.store.file_checks import FileChecks
 from workers.artifacts.store.manifest import Artifact
 from workers.artifacts.store.store import Store
 from workers.engines.cpu.engine import CpuEngine
@@ -108,15 +107,18 @@ def test_without_a_fetch_there_is_no_wait(tmp_path: Path) -> None:
         assert not wait_for(folder, "missing.safetensors").exists()
 
 
+@pytest.mark.parametrize(
+    ("wait", "state"), [(lambda folder: wait_for(folder, LAST), LAST), (wait_for_all, "all files")]
+)
 def test_the_end_of_an_incomplete_fetch_ends_the_wait(
-    gated: Callable[..., Gated], monkeypatch: pytest.MonkeyPatch
+    wait: Callable[[Path], object], state: str, gated: Callable[..., Gated], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the error `fetch-ended`."""
     monkeypatch.setattr(arrival, "HANDOVER_S", 0.1)
     fetch = gated()
     fetch.end()
-    with pytest.raises(SourceError, match=f"fetch-ended: .* before {LAST}"):
-        wait_for(fetch.folder, LAST)
+    with pytest.raises(SourceError, match=f"fetch-ended: .* before {state}"):
+        wait(fetch.folder)
 
 
 def test_a_wait_continues_with_the_process_that_resumes_the_fetch(tmp_path: Path, looked: threading.Event) -> None:
@@ -139,14 +141,6 @@ def test_a_wait_continues_with_the_process_that_resumes_the_fetch(tmp_path: Path
         fetcher.end()
 
 
-def test_a_wait_for_a_file_can_be_stopped(gated: Callable[..., Gated]) -> None:
-    """Before the fetch ends."""
-    fetch, stop = gated(), threading.Event()
-    stop.set()
-    with pytest.raises(Stopped):
-        wait_for(fetch.folder, LAST, stop)
-
-
 def test_a_load_waits_for_small_files_only(gated: Callable[..., Gated], monkeypatch: pytest.MonkeyPatch) -> None:
     """It begins with the config, which is fetched first."""
     monkeypatch.setattr(arrival, "SMALL_BYTES", 1000)
@@ -161,14 +155,14 @@ def test_a_wait_for_all_files_ends_after_their_verification(
     """All files may be present already; the manifest completes the folder."""
     monkeypatch.setattr(arrival, "HANDOVER_S", 0.1)
     reached, compare = threading.Event(), threading.Event()
-    real = FileChecks.fetched
+    real = Store._matching_files
 
-    def fetched(self: FileChecks, *arguments: Any) -> Any:
+    def matching_files(self: Store, *arguments: Any) -> Any:
         reached.set()
         assert compare.wait(DEADLINE_S)
         return real(self, *arguments)
 
-    monkeypatch.setattr(FileChecks, "fetched", fetched)
+    monkeypatch.setattr(Store, "_matching_files", matching_files)
     fetch = gated()
     fetch.go_on()
     assert reached.wait(DEADLINE_S)
@@ -180,17 +174,6 @@ def test_a_wait_for_all_files_ends_after_their_verification(
         compare.set()
         waiting.result(DEADLINE_S)
     assert fetch.fetch.result(DEADLINE_S).folder == str(fetch.folder)
-
-
-def test_the_end_of_an_incomplete_fetch_ends_the_wait_for_all_files(
-    gated: Callable[..., Gated], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As for a single file."""
-    monkeypatch.setattr(arrival, "HANDOVER_S", 0.1)
-    fetch = gated()
-    fetch.end()
-    with pytest.raises(SourceError, match=r"fetch-ended: .* before all files"):
-        wait_for_all(fetch.folder)
 
 
 def test_a_file_linked_from_another_version_is_pending_until_it_is_verified(

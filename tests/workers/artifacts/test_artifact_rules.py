@@ -31,12 +31,10 @@ from workers.compiling import build, prefetch
 from workers.compiling.build import Built, Order, Reply
 from workers.neff_cache import compiled_artifacts, compiler_cache, pruning, shared_artifacts, sync
 from workers.neff_cache.candidates import beside, cached, compiled_here
-from workers.neff_cache.compile_session import CompileSession
-from workers.neff_cache.compile_units import Buildable
-from workers.neff_cache.compiled_artifacts import LockedEntry, entry
+from workers.neff_cache.compile_session import CompileSession, GraphUses
+from workers.neff_cache.compiled_artifacts import Buildable, LockedEntry, entry
 from workers.neff_cache.entries import EntryState, read_entries, state_of
 from workers.neff_cache.file_states import part_of
-from workers.neff_cache.graph_uses import GraphUses
 from workers.neff_cache.predict import ArtifactCandidate
 from workers.neff_cache.record import LOCK_FILE, Proof, name_of, place_of, record_of, write_record
 from workers.neff_cache.sync import localized, place_at, push

@@ -17,8 +17,7 @@ from obstore.store import MemoryStore
 from tests.s3 import ACCESS_KEY, SECRET_KEY, SESSION_TOKEN, FaultProxy, S3Server, s3_environment
 from workers.artifacts.fetch.retry_policy import RetryPolicy
 from workers.artifacts.sources.listing import SourceError
-from workers.artifacts.sources.s3 import WORK, Bucket, name_problem
-from workers.artifacts.sources.s3_errors import from_obstore, from_response
+from workers.artifacts.sources.s3 import WORK, Bucket, from_obstore, from_response, name_problem
 
 AT_ONCE = RetryPolicy(seconds=0.0)
 

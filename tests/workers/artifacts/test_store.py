@@ -23,9 +23,9 @@ from tests.workers.fake_remote import DEADLINE_S, ROOT, FakeRemote, Fetcher
 from workers.artifacts.fetch.progress import Progress
 from workers.artifacts.sources.listing import Listing, SourceError, Stopped
 from workers.artifacts.sources.open_source import SourceQuery
-from workers.artifacts.store import locks, manifest
+from workers.artifacts.store import manifest
 from workers.artifacts.store.artifact_uses import using
-from workers.artifacts.store.blobs import digest_of
+from workers.artifacts.store.contents import digest_of
 from workers.artifacts.store.eviction import DiskRoom
 from workers.artifacts.store.manifest import OURS, WHOLE, Artifact
 from workers.artifacts.store.store import Store
@@ -429,7 +429,7 @@ def test_unreadable_files_are_fetched_again(tmp_path: Path, monkeypatch: pytest.
     store, remote = Store(tmp_path), FakeRemote(FILES)
     artifact = store.get(remote)
     os.utime(Path(artifact.folder) / BIG, (0, 0))
-    monkeypatch.setattr("workers.artifacts.store.blobs.digest_of", unreadable)
+    monkeypatch.setattr("workers.artifacts.store.contents.digest_of", unreadable)
     remote.moved.clear()
     if when == "whole":
         after_a_crash(monkeypatch)
@@ -444,7 +444,7 @@ def test_verify_reports_unreadable_files(tmp_path: Path, monkeypatch: pytest.Mon
     store = Store(tmp_path)
     artifact = store.get(FakeRemote(FILES))
     os.utime(Path(artifact.folder) / BIG, (0, 0))
-    monkeypatch.setattr("workers.artifacts.store.blobs.digest_of", unreadable)
+    monkeypatch.setattr("workers.artifacts.store.contents.digest_of", unreadable)
     assert store.verify(artifact.key) == [BIG]
 
 
@@ -670,17 +670,17 @@ def test_a_waiter_for_a_removed_lock_file_locks_the_next_one(tmp_path: Path) -> 
     path, waits, holds, done = tmp_path / "lock", threading.Event(), threading.Event(), threading.Event()
 
     def second() -> None:
-        with locks.exclusive(path, None, waits.set):
+        with file_lock.exclusive(path, None, waits.set):
             holds.set()
             done.wait(DEADLINE_S)
 
     thread = threading.Thread(target=second)
-    with locks.exclusive(path):
+    with file_lock.exclusive(path):
         thread.start()
         assert waits.wait(DEADLINE_S)
         path.unlink()
     assert holds.wait(DEADLINE_S)
-    with locks.try_exclusive(path) as free:
+    with file_lock.try_exclusive(path) as free:
         assert not free
     done.set()
     thread.join(DEADLINE_S)
@@ -688,7 +688,7 @@ def test_a_waiter_for_a_removed_lock_file_locks_the_next_one(tmp_path: Path) -> 
 
 def test_a_lock_is_released_despite_a_forked_child(tmp_path: Path) -> None:
     """The child has the descriptor open, too."""
-    with locks.exclusive(tmp_path / "lock") as lock:
+    with file_lock.exclusive(tmp_path / "lock") as lock:
         childs = os.dup(lock)
     try:
         assert not file_lock.is_locked(tmp_path / "lock")

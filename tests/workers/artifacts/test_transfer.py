@@ -34,8 +34,8 @@ from workers.artifacts.fetch.transfer import S3Remote
 from workers.artifacts.sources.checksums import FIELDS, Checksum, digest
 from workers.artifacts.sources.listing import Listing, RemoteFile, SourceError, Stopped
 from workers.artifacts.sources.s3 import WORK
-from workers.artifacts.store import content_digest as contents
-from workers.artifacts.store.blobs import digest_of
+from workers.artifacts.store import contents as contents
+from workers.artifacts.store.contents import digest_of
 
 ROOT = Path(__file__).parents[3]
 SPAN = 2**16

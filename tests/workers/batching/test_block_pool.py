@@ -12,8 +12,8 @@ from hypothesis.stateful import initialize, invariant
 
 from tests.searches import search
 from tests.workers.batching.prefix_traffic import PrefixTraffic
-from workers.batching.block_pool import BlockPool
 from workers.engines.echo import EchoEngine, echo_tokens
+from workers.engines.nxd_inference.block_engine import BlockPool
 from workers.messages.engine_protocol import EngineSpec, Reuse
 
 SIZE, SLOTS, MAX_LEN = 4, 3, 32

@@ -17,8 +17,7 @@ from tests.searches import search
 from tests.workers.batching.prefix_traffic import PrefixTraffic
 from tests.workers.batching.test_batcher import Received, request, run_out
 from workers.batching.batcher import Batcher
-from workers.batching.slot_prefixes import SlotPrefixes
-from workers.batching.slots import SlotError, Slots
+from workers.batching.slots import SlotError, SlotPrefixes, Slots
 from workers.engines.echo import EchoEngine, echo_tokens
 from workers.messages.engine_protocol import EngineSpec, Reuse
 from workers.messages.wire import FrameReader, Welcome

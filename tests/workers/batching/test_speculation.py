@@ -15,7 +15,7 @@ import pytest
 
 from tests.checkpoints import FAMILIES, VOCAB_SIZE, make_checkpoint, set_eos
 from workers.batching.batcher import Batcher
-from workers.batching.speculation import agreed
+from workers.batching.engine_steps import agreed
 from workers.engines.cpu.engine import CpuEngine
 from workers.engines.open_engine import open_engine
 from workers.engines.speculative import SpeculativeEngine

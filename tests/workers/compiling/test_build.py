@@ -20,10 +20,10 @@ import pytest
 from tests.doubles import Neuron, neuron  # noqa: F401 - the fixture
 from tests.workers.tnx_runs import BUCKETS, config
 from workers.artifacts.sources.listing import Stopped
-from workers.artifacts.store import locks
 from workers.compiling import build, prefetch
 from workers.compiling.build import BuildTrouble, Built, Order, Predicted, Reply, Wanted, Working
 from workers.engines.transformers_neuronx.engine import open_transformers_neuronx
+from workers.host import file_lock
 from workers.messages.replica_config import ReplicaConfig
 from workers.neff_cache.compiled_artifacts import MANIFEST
 
@@ -102,7 +102,7 @@ def test_a_compile_reports_that_it_waits_for_another(checkpoint: Checkpoints, tm
     with contextlib.ExitStack() as other:
         lock = Path(before.folder).with_name(f"{before.key}.lock")
         lock.parent.mkdir(parents=True, exist_ok=True)
-        other.enter_context(locks.shared(lock))
+        other.enter_context(file_lock.shared(lock))
 
         def tell(reply: Reply) -> None:
             if isinstance(reply, Working):

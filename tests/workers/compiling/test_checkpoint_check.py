@@ -16,7 +16,7 @@ from tests.workers.artifacts.test_artifact_fetcher import CONFIG
 from tests.workers.engines.test_cpu_engine import FAULTS, pickle_weights, truncate
 from workers.compiling import build
 from workers.compiling.prefetch import check
-from workers.engines.checkpoint_check import check_checkpoint
+from workers.engines.weight_files import check_checkpoint
 from workers.messages.engine_protocol import EngineLoadError
 from workers.messages.replica_config import ReplicaConfig
 from workers.messages.status import Failure

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from workers.engines.checkpoint_digests import KEPT, digest_of
+from workers.engines.manifest_parts import KEPT, digest_of
 from workers.neff_cache import file_states
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from workers.engines import safetensors_headers
-from workers.engines.checkpoint_check import check_checkpoint
+from workers.engines import weight_files
 from workers.engines.checkpoint_files import check_rotary, contents_of
+from workers.engines.weight_files import check_checkpoint
 from workers.messages.engine_protocol import EngineLoadError
 
 
@@ -111,7 +111,7 @@ def test_the_headers_of_a_checkpoint_have_a_limit_together(tmp_path: Path, monke
     names = {f"tensor{number}": f"{number}.safetensors" for number in range(20)}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
     check_checkpoint(tmp_path)
-    monkeypatch.setattr(safetensors_headers, "MAX_HEADERS", 1000)
+    monkeypatch.setattr(weight_files, "MAX_HEADERS", 1000)
     with pytest.raises(EngineLoadError, match="more than 1000 bytes"):
         check_checkpoint(tmp_path)
 

@@ -40,7 +40,7 @@ from tests.workers.nxdi_traffic import (
 )
 from tests.workers.nxdi_traffic import sources as sources
 from workers.compiling.build import predict
-from workers.compiling.start_forecast import verdicts
+from workers.compiling.prefetch import verdicts
 from workers.engines.nxd_inference import artifacts
 from workers.engines.nxd_inference.config import NxdSettings
 from workers.engines.nxd_inference.engine import NxdEngine

@@ -13,8 +13,17 @@ from tests.checkpoints import VOCAB_SIZE
 from tests.contracts import contract
 from tests.workers.nxdi_traffic import replica_config
 from workers.engines.nxd_inference.artifacts import manifest
-from workers.engines.nxd_inference.config import NxdSettings, draft_options, lengths, neuron_options
-from workers.engines.nxd_inference.options import FIELDS, MOE_OPTIONS, OPTIONS, UNSERVED, lacks
+from workers.engines.nxd_inference.config import (
+    FIELDS,
+    MOE_OPTIONS,
+    OPTIONS,
+    UNSERVED,
+    NxdSettings,
+    draft_options,
+    lacks,
+    lengths,
+    neuron_options,
+)
 from workers.engines.nxd_inference.package import Package
 from workers.neff_cache.record import name_of
 

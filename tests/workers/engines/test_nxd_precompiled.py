@@ -28,7 +28,7 @@ from workers.artifacts.sources.listing import Listing, RemoteFile
 from workers.artifacts.sources.source_metadata import MARK
 from workers.compiling.build import compile_all
 from workers.compiling.build import predict as needed_here
-from workers.compiling.start_forecast import verdicts, verify
+from workers.compiling.prefetch import verdicts, verify
 from workers.engines.nxd_inference import artifacts
 from workers.engines.nxd_inference.config import NxdSettings
 from workers.engines.nxd_inference.precompiled import start_error

@@ -152,23 +152,21 @@ def test_a_release_that_was_not_recorded_is_compared_with_the_one_before(tmp_pat
     assert drift.lines() == ["neuronx_distributed_inference 0.10.3 was not recorded; compared with 0.9"]
 
 
-def test_a_package_that_cannot_be_imported_is_reported_with_its_error(tmp_path: Path) -> None:
-    """A broken installation is a reported problem, not an exception."""
+@pytest.mark.parametrize(
+    ("module", "code", "problem"),
+    [
+        (
+            "__init__.py",
+            "print('hello')\nimport libneuron_missing\n",
+            "ModuleNotFoundError: No module named 'libneuron_missing'",
+        ),
+        ("models/config.py", "raise OSError('libnrt.so.1: not found')\n", "OSError: libnrt.so.1: not found"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_is_reported_with_its_error(
+    module: str, code: str, problem: str, tmp_path: Path
+) -> None:
+    """A broken installation, or a library that does not load, is a reported problem, not an exception."""
     install(tmp_path, "nxd-inference", "0.8", "0.8.0")
-    (tmp_path / "neuronx_distributed_inference/__init__.py").write_text("print('hello')\nimport libneuron_missing\n")
-
-    drift = seen(tmp_path, "nxd-inference")
-
-    assert drift.problem == "ModuleNotFoundError: No module named 'libneuron_missing'"
-
-
-def test_a_module_that_cannot_be_imported_is_reported_with_its_error(tmp_path: Path) -> None:
-    """A library that does not load is an OSError of one of its modules, and is reported, too."""
-    install(tmp_path, "nxd-inference", "0.8", "0.8.0")
-    (tmp_path / "neuronx_distributed_inference/models/config.py").write_text(
-        "raise OSError('libnrt.so.1: not found')\n"
-    )
-
-    drift = seen(tmp_path, "nxd-inference")
-
-    assert drift.problem == "OSError: libnrt.so.1: not found"
+    (tmp_path / "neuronx_distributed_inference" / module).write_text(code)
+    assert seen(tmp_path, "nxd-inference").problem == problem

@@ -18,7 +18,6 @@ from tests.encoders import HIDDEN, save_encoder, texts
 from workers.batching.encode_batcher import EncodeBatcher
 from workers.compiling.build import BuildTrouble, Built, Order, Predicted, Reply, run
 from workers.engines.open_engine import open_encoder
-from workers.engines.torch_neuronx import package
 from workers.engines.torch_neuronx.artifacts import TRACE, compile_missing
 from workers.engines.torch_neuronx.tracing import Tracing
 from workers.messages.encoder_protocol import EncodeInput
@@ -27,7 +26,7 @@ from workers.messages.replica_config import ReplicaConfig
 from workers.messages.requests import GenerateRequest, TokenEvent
 from workers.messages.status import Reaction
 from workers.neff_cache.compiled_artifacts import LockedEntry
-from workers.serving.failures import failure_of
+from workers.serving.backend import failure_of
 
 torch = pytest.importorskip("torch")
 np = pytest.importorskip("numpy")
@@ -267,7 +266,7 @@ def test_a_machine_without_the_package_is_told_where_it_comes_from(
         "2.8.0.2.10.16998 has no trace(compiler_workdir, compiler_args, inline_weights_to_neff, cpu_backend)"
         in error.what
     )
-    monkeypatch.setattr(package, "NAME", "torch_neuronx_absent")
+    monkeypatch.setattr("workers.engines.torch_neuronx.artifacts.NAME", "torch_neuronx_absent")
     error = refused(config(tmp_path / "model", tmp_path))
     assert (error.id, error.what) == (
         "engine-not-installed",

@@ -12,7 +12,7 @@ from workers.host.facts.machine import HostFacts, Owner, ProcessDetail, SourceRe
 from workers.host.facts.neuron_ls import NeuronLs, parse_neuron_ls
 from workers.host.facts.neuron_monitor import MonitorSample, parse_neuron_monitor
 from workers.host.facts.sysfs import Sysfs, parse_sysfs
-from workers.host.facts.versions import Versions
+from workers.host.facts.tools import Versions
 
 SAMPLES = Path(__file__).parents[1] / "samples"
 LLAMA = "ray::Replica[llama]"

@@ -15,7 +15,7 @@ from workers.host.facts.neuron_ls import parse_neuron_ls
 from workers.host.facts.neuron_monitor import parse_neuron_monitor
 from workers.host.facts.sections import MOST_PROBLEMS
 from workers.host.facts.sysfs import parse_sysfs
-from workers.host.facts.versions import parse_packages
+from workers.host.facts.tools import parse_packages
 
 SAMPLES = Path(__file__).parents[1] / "samples"
 NEURON_LS = [json.loads(path.read_text()) for path in sorted(SAMPLES.glob("neuron-ls-*.json"))]

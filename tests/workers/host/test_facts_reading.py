@@ -21,8 +21,7 @@ from workers.host.facts.reading import (
     read_neuron_monitor,
     read_process,
 )
-from workers.host.facts.tools import run_tool
-from workers.host.facts.versions import Versions, parse_packages
+from workers.host.facts.tools import Versions, parse_packages, run_tool
 
 SAMPLES = Path(__file__).parents[1] / "samples"
 

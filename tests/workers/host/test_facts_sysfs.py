@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from workers.host.facts.cpu_list import parse_cpulist
 from workers.host.facts.sysfs import Sysfs, SysfsDevice, parse_sysfs, read_sysfs
+from workers.host.host_facts import parse_cpulist
 
 FILES: dict[str, str] = json.loads((Path(__file__).parents[1] / "samples" / "sysfs-inf2.json").read_text())
 

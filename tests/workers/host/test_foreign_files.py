@@ -12,8 +12,8 @@ import pytest
 from orchestrator.revisions.checkpoint_reader import tokenizer_key
 from orchestrator.revisions.spec_file import load
 from tests.checkpoints import save_tokenizer
-from workers.engines.checkpoint_check import check_checkpoint
 from workers.engines.checkpoint_files import read_config
+from workers.engines.weight_files import check_checkpoint
 from workers.host import foreign_files
 from workers.messages.engine_protocol import EngineLoadError
 from workers.text.tokenizer import load_tokenizer

@@ -11,7 +11,7 @@ import pytest
 
 from workers.host import instance_metadata
 from workers.host.instance_metadata import INTERRUPTION, REBALANCE, VARIABLE, MetadataService, NoticeWatch
-from workers.messages.notice import Notice
+from workers.messages.status import Notice
 
 ACTION = '{"action": "terminate", "time": "2026-11-24T12:02:00Z"}'
 AT = 1_795_521_720.0

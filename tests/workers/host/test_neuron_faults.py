@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from workers.host import host_facts
-from workers.host.neuron_faults import after_serving, fault_of
-from workers.host.nrt_status import STATUS_NAMES
+from workers.host.neuron_faults import STATUS_NAMES, after_serving, fault_of
 from workers.messages.status import Failure, Reaction
 
 STAMP = "2023-Jan-09 20:27:41.0593 15042:15042 ERROR  "

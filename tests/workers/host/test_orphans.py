@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from workers.host.core_claims import held_cores
-from workers.host.orphans import NODE_VARIABLE, end_orphans, is_orphan, mark_of
+from workers.host.host_facts import NODE_VARIABLE, end_orphans, is_orphan, node_mark
 
 CORES = {"old": (0, 1), "new": (2, 3)}
 CLAIM = """\
@@ -26,9 +26,9 @@ time.sleep(600)
 
 
 def test_only_replicas_of_another_node_of_the_same_fleet_and_machine_are_orphans() -> None:
-    now = mark_of("fleet", "10.0.0.1", "new")
-    assert is_orphan(mark_of("fleet", "10.0.0.1", "old"), now)
-    others = [now, mark_of("fleet", "10.0.0.2", "old"), mark_of("another", "10.0.0.1", "old"), ""]
+    now = node_mark("fleet", "10.0.0.1", "new")
+    assert is_orphan(node_mark("fleet", "10.0.0.1", "old"), now)
+    others = [now, node_mark("fleet", "10.0.0.2", "old"), node_mark("another", "10.0.0.1", "old"), ""]
     assert [is_orphan(other, now) for other in others] == [False] * len(others)
 
 
@@ -38,7 +38,7 @@ def replicas(tmp_path: Path) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
     started = {
         node: subprocess.Popen(
             [sys.executable, "-c", CLAIM, str(tmp_path), *map(str, cores)],
-            env={**os.environ, NODE_VARIABLE: mark_of("test-orphans", "10.0.0.1", node)},
+            env={**os.environ, NODE_VARIABLE: node_mark("test-orphans", "10.0.0.1", node)},
             stdout=subprocess.PIPE,
         )
         for node, cores in CORES.items()
@@ -61,5 +61,5 @@ def test_replicas_of_a_former_node_are_dead_before_the_host_reports_free_cores(
     if frozen:
         old.send_signal(signal.SIGSTOP)
     assert held_cores(tmp_path) == dict.fromkeys(CORES["old"], old.pid) | dict.fromkeys(CORES["new"], new.pid)
-    assert end_orphans(mark_of("test-orphans", "10.0.0.1", "new"), 10.0) == []
+    assert end_orphans(node_mark("test-orphans", "10.0.0.1", "new"), 10.0) == []
     assert held_cores(tmp_path) == dict.fromkeys(CORES["new"], new.pid)

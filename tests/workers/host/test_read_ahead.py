@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from tests.fleet import until
-from workers.host import read_ahead as module
-from workers.host.read_ahead import PIECE_BYTES, read_ahead
+from workers.artifacts.fetch import arrival as module
+from workers.artifacts.fetch.arrival import READ_AHEAD_BYTES, read_ahead
 
-SIZE = 40 * PIECE_BYTES + 10  # more than the kernel reads ahead by itself
+SIZE = 40 * READ_AHEAD_BYTES + 10  # more than the kernel reads ahead by itself
 PAGES = -(-SIZE // mmap.PAGESIZE)
 DEADLINE_S = 30.0
 

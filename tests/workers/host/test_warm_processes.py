@@ -21,7 +21,7 @@ import pytest
 from tests.fleet import until
 from workers.host import fork_client, fork_server
 from workers.host.fork_client import FORKED
-from workers.host.orphans import NODE_VARIABLE, is_orphan
+from workers.host.host_facts import NODE_VARIABLE, is_orphan
 from workers.host.warm_processes import WarmProcesses
 
 DEADLINE_S = 60.0
@@ -35,10 +35,10 @@ fork_server.main("cpu", {descriptor})
 SCRIPT = """\
 import json, os, sys, time
 from pathlib import Path
-from workers.host import forked_process
+from workers.host import fork_server
 print(json.dumps({
     "arguments": sys.argv, "environment": dict(os.environ), "folder": os.getcwd(), "pid": os.getpid(),
-    "group": os.getpgid(0), "path": sys.path[0], "is_fork": bool(forked_process.imported), "name": __name__,
+    "group": os.getpgid(0), "path": sys.path[0], "is_fork": bool(fork_server.imported), "name": __name__,
     "descriptors": [os.readlink(each) for each in map("/proc/self/fd/".__add__, os.listdir("/proc/self/fd"))
                     if os.path.lexists(each)],
 }), flush=True)
@@ -384,7 +384,7 @@ def test_a_server_ends_where_memory_is_short(tmp_path: Path) -> None:
 
 def test_a_worker_that_waits_has_imported_what_its_replica_needs(tmp_path: Path) -> None:
     """Before it runs Ray's script."""
-    server = Server(tmp_path, before='fork_server.IMPORTS_OF_FORKS = ("workers.host.forked_process", "wave")')
+    server = Server(tmp_path, before='fork_server.IMPORTS_OF_FORKS = ("workers.host.fork_server", "wave")')
     server.script.write_text("import sys; print('\"wave\"' if 'wave' in sys.modules else 0, flush=True)")
     try:
         assert server.run() == "wave"
@@ -475,17 +475,17 @@ def test_without_memory_no_warm_process_is_started(tmp_path: Path, monkeypatch: 
 
 COMPUTES = """\
 import ctypes, json, os, sys, threading
-from workers.host import forked_process
+from workers.host import fork_server
 import numpy, torch
 threads = []
 openmp = next(line.split()[-1] for line in open("/proc/self/maps") if "libgomp" in line)
 def compute():
-    forked_process.use_threads()
+    fork_server.use_threads()
     threads.extend([torch.get_num_threads(), ctypes.CDLL(openmp).omp_get_max_threads()])
 thread = threading.Thread(target=compute)
 thread.start()
 thread.join()
-print(json.dumps({"threads": threads, "is_fork": "torch" in forked_process.imported, "random": float(torch.rand(1)),
+print(json.dumps({"threads": threads, "is_fork": "torch" in fork_server.imported, "random": float(torch.rand(1)),
                   "numpy": float(numpy.random.rand())}), flush=True)
 """
 

@@ -20,7 +20,7 @@ from tests.workers import nxdi_traffic
 from tests.workers.nxdi_traffic import replica_config
 from tests.workers.tnx_runs import BUCKETS, config
 from workers.compiling.build import predict as needed_here
-from workers.compiling.start_forecast import needed, verdicts
+from workers.compiling.prefetch import needed, verdicts
 from workers.engines.nxd_inference import artifacts
 from workers.engines.open_engine import open_engine
 from workers.messages.engine_protocol import EngineLoadError

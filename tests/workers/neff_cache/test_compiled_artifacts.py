@@ -19,7 +19,7 @@ import pytest
 
 from tests.doubles import Neuron, neuron  # noqa: F401 - the fixture
 from tests.workers.tnx_runs import BUCKETS, config
-from workers.engines.checkpoint_digests import digest_of
+from workers.engines.manifest_parts import digest_of
 from workers.engines.transformers_neuronx.engine import open_transformers_neuronx
 from workers.messages.engine_protocol import EngineLoadError
 from workers.neff_cache import compiled_artifacts

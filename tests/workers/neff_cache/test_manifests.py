@@ -106,26 +106,18 @@ def test_each_variable_that_the_compiler_reads_makes_other_artifacts(
     assert is_another(before, make(), tmp_path / "compiled")
 
 
-@pytest.mark.parametrize("package", TNX)
-def test_each_package_of_transformers_neuronx_makes_other_artifacts(
-    tnx: Make, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("engine", "package"), [*(("tnx", package) for package in TNX), *(("nxd", package) for package in NXD)]
+)
+def test_each_package_of_an_engine_makes_other_artifacts(
+    engine: str, package: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The names of NEFFs depend on none of them."""
+    """What it traces with, compiles with and loads with; the names of NEFFs depend on none of them."""
+    make: Make = request.getfixturevalue(engine)
     versions("", monkeypatch)
-    before = tnx()
+    before = make()
     versions(package, monkeypatch)
-    assert is_another(before, tnx(), tmp_path / "compiled")
-
-
-@pytest.mark.parametrize("package", NXD)
-def test_each_package_of_nxd_inference_makes_other_artifacts(
-    nxd: Make, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What it traces with, compiles with and loads with."""
-    versions("", monkeypatch)
-    before = nxd()
-    versions(package, monkeypatch)
-    assert is_another(before, nxd(), tmp_path / "compiled")
+    assert is_another(before, make(), tmp_path / "compiled")
 
 
 def test_another_machine_makes_other_artifacts_only_where_its_target_differs(

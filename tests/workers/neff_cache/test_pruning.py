@@ -12,10 +12,10 @@ import pytest
 
 from tests.workers.neffs import finished, graph
 from workers.neff_cache import compiler_cache, file_states, pruning
+from workers.neff_cache.compile_session import GraphUses
 from workers.neff_cache.compiled_artifacts import LockedEntry, entry, peek
 from workers.neff_cache.entries import read_entries
 from workers.neff_cache.file_states import part_of
-from workers.neff_cache.graph_uses import GraphUses
 from workers.neff_cache.record import missing_files, place_of, record_of, write_record
 
 DAY_S = 86400.0

@@ -24,7 +24,7 @@ from tests.s3 import FaultProxy, S3Server
 from tests.workers.neffs import COMPILER, FLAGS, content, finished, graph
 from workers.artifacts.sources.listing import SourceError, Stopped
 from workers.artifacts.sources.s3 import Bucket
-from workers.artifacts.store import locks
+from workers.host import file_lock
 from workers.neff_cache import compiler_cache, sync
 from workers.neff_cache.entries import OWN, EntryState, read_entries
 from workers.neff_cache.file_states import part_of
@@ -577,6 +577,6 @@ def test_a_waiting_pull_is_logged_and_can_be_stopped(
     stop.set()
     (tmp_path / "other" / OWN).mkdir(parents=True)
     caplog.set_level("INFO")
-    with locks.exclusive(tmp_path / "other" / OWN / sync.PULLING), pytest.raises(Stopped):
+    with file_lock.exclusive(tmp_path / "other" / OWN / sync.PULLING), pytest.raises(Stopped):
         pull(afar, tmp_path / "other", stop=stop)
     assert f"waiting for another process that syncs {tmp_path / 'other'}" in caplog.text

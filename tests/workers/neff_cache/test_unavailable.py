@@ -15,10 +15,10 @@ from tests.workers.tnx_runs import BUCKETS, config
 from workers.artifacts.sources.listing import RemoteFile, SourceError
 from workers.compiling import build, prefetch
 from workers.compiling.build import Built, Order, Reply
-from workers.compiling.start_forecast import verdicts
+from workers.compiling.prefetch import verdicts
 from workers.engines.transformers_neuronx.engine import open_transformers_neuronx
 from workers.messages.replica_config import ReplicaConfig
-from workers.neff_cache import compiler_cache, shared_artifacts, sync, unavailable
+from workers.neff_cache import compiler_cache, shared_artifacts, sync
 
 Checkpoints = Callable[[str], Path]
 CACHE = "s3://neffs/chat"
@@ -30,7 +30,7 @@ def machine(neuron: Neuron, monkeypatch: pytest.MonkeyPatch) -> Neuron:  # noqa:
     """A bucket without requests so far, and a short retry deadline."""
     monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "0-1")
     monkeypatch.setattr(compiler_cache, "SETTLE_S", 0.0)
-    monkeypatch.setattr(unavailable, "_logged", set())
+    monkeypatch.setattr(sync, "_logged", set())
     monkeypatch.setattr(sync, "PATIENCE_S", 0.1)
     return neuron
 
@@ -76,7 +76,7 @@ def reply_to(replica_config: ReplicaConfig, **fields: Any) -> Reply:
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[tuple[int, str]]:
-    return [(item.levelno, item.getMessage()) for item in caplog.records if item.name == unavailable.__name__]
+    return [(item.levelno, item.getMessage()) for item in caplog.records if item.name == sync.__name__]
 
 
 @silent
@@ -204,5 +204,5 @@ def test_an_invalid_remote_manifest_is_rejected(checkpoint: Checkpoints, tmp_pat
 def test_credentials_in_a_wrong_url_are_not_shown() -> None:
     """Nor signatures."""
     error = SourceError("s3-url-wrong", "it is no s3://BUCKET/PREFIX")
-    words = unavailable.describe("s3://KEY:SECRET@neffs/chat?X-Amz-Signature=abc", error)
+    words = sync.describe("s3://KEY:SECRET@neffs/chat?X-Amz-Signature=abc", error)
     assert words == "the cache at s3://neffs/chat cannot be used: s3-url-wrong: it is no s3://BUCKET/PREFIX"

@@ -18,9 +18,8 @@ from workers.engines.echo import EOS_ID, VOCAB_SIZE, echo_tokens
 from workers.messages.engine_protocol import EngineLoadError, EngineSpec
 from workers.messages.requests import FinishReason, Forwarded, GenerateRequest, TokenEvent
 from workers.servers.completion_relay import CompletionRelay
-from workers.servers.completion_server import CompletionServer
 from workers.servers.completion_stream import Piece, ServerError, StreamReader
-from workers.servers.server_process import Address
+from workers.servers.server_process import Address, CompletionServer
 from workers.text.tokenizer import ByteTokenizer
 
 DEADLINE_S = 20.0

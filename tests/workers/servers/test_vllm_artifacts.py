@@ -17,7 +17,7 @@ import pytest
 
 from tests.fleet import until
 from tests.s3 import S3Server
-from workers.compiling import build, prefetch, start_forecast
+from workers.compiling import build, prefetch
 from workers.compiling.build import NEEDS_DEVICE, BuildTrouble, Built, Order, Predicted, Reply, Wanted
 from workers.host import file_lock
 from workers.messages.engine_protocol import EngineLoadError
@@ -421,6 +421,6 @@ def test_without_a_folder_the_variable_is_set_as_well(tmp_path: Path) -> None:
 
 
 def _verified(config: ReplicaConfig) -> Any:
-    verdicts = start_forecast.verify(config, read=True)
+    verdicts = prefetch.verify(config, read=True)
     assert isinstance(verdicts, list)
     return verdicts[0].prediction

@@ -21,8 +21,8 @@ from tests.checkpoints import make_checkpoint
 from tests.doubles.openai_server import make_vllm
 from tests.fleet import until
 from workers.messages.replica_config import ReplicaConfig
-from workers.servers.completion_server import CompletionServer
 from workers.servers.server_metrics import NAMES
+from workers.servers.server_process import CompletionServer
 from workers.servers.vllm_engine import QUEUED, start_vllm
 
 PYTHON = os.environ.get("COREWRIGHT_VLLM_PYTHON")

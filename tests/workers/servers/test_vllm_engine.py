@@ -24,7 +24,7 @@ from workers.messages.engine_protocol import EngineLoadError
 from workers.messages.replica_config import ReplicaConfig
 from workers.messages.requests import FinishReason, GenerateRequest, TokenEvent
 from workers.servers.completion_relay import CompletionRelay
-from workers.servers.completion_server import CompletionServer
+from workers.servers.server_process import CompletionServer
 from workers.servers.vllm_engine import start_vllm
 from workers.text.tokenizer import ByteTokenizer
 

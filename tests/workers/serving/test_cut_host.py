@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from workers.messages.link_watch import GATEWAY_S
+from workers.messages.wire import GATEWAY_S
 
 APART = ["unshare", "--user", "--map-root-user", "--net"]
 LATE_S = 6.0  # of a busy machine; TCP itself would take a quarter of an hour

@@ -7,15 +7,11 @@ import os
 import sys
 from pathlib import Path
 
-import msgspec.structs
 import pytest
 
-from orchestrator.cli import generate
-from tests.workers.tnx_runs import config
+from workers.host.json_process import ChildRequest, running
 from workers.messages.replica_config import NEVER_SET
 from workers.serving import replica
-
-DEADLINE_S = 30
 
 
 @pytest.fixture(autouse=True)
@@ -51,17 +47,15 @@ def test_a_replica_has_the_variables_of_its_plan(monkeypatch: pytest.MonkeyPatch
     assert os.environ["NEURON_RT_VISIBLE_CORES"] == "8-15"
 
 
-def test_the_process_of_generate_starts_without_them(tmp_path: Path) -> None:
+def test_a_child_process_starts_without_them(tmp_path: Path) -> None:
     """It has the rest of the environment, and the variables of its placement."""
-    python = tmp_path / "python"
+    python, log_file = tmp_path / "python", str(tmp_path / "log")
     python.write_text(f"#!{sys.executable}\nimport json, os\nprint(json.dumps(dict(os.environ)))\n")
     python.chmod(0o755)
-    placed = msgspec.structs.replace(
-        config(tmp_path), python=str(python), log=str(tmp_path / "log"), env={"NEURON_RT_VISIBLE_CORES": "0-1"}
-    )
-    with generate._process(placed) as process:
-        output, _ = process.communicate(timeout=DEADLINE_S)
-    variables = json.loads(output)
+    env = {"NEURON_RT_VISIBLE_CORES": "0-1"}
+    with running(("any",), ChildRequest(), python=str(python), env=env, log_file=log_file) as process:
+        assert process.stdout is not None
+        variables = json.loads(process.stdout.read())
     assert variables["NEURON_RT_VISIBLE_CORES"] == "0-1"
     assert variables["PATH"] == os.environ["PATH"]
     assert not set(NEVER_SET) & set(variables)

@@ -22,7 +22,7 @@ from tests.workers.artifacts.test_artifact_fetcher import CONFIG
 from tests.workers.host.test_facts_reading import tool
 from tests.workers.tnx_runs import config
 from workers.artifacts.sources.listing import SourceError
-from workers.batching.batcher_stats import BatcherStats
+from workers.batching.step_loop import BatcherStats
 from workers.host import host_facts, start_phases
 from workers.host.core_claims import CoresTaken
 from workers.messages.engine_protocol import EngineLoadError
@@ -31,8 +31,7 @@ from workers.messages.requests import FinishReason, GenerateRequest, TokenEvent
 from workers.messages.status import Failure, Phase, Reaction, ReplicaStatus
 from workers.neff_cache import compiled_artifacts
 from workers.serving import replica as module
-from workers.serving.backend import local_contents
-from workers.serving.failures import failure_of
+from workers.serving.backend import failure_of, local_contents
 from workers.serving.replica import Replica
 
 TAKEN = "NRT:nrt_allocate_neuron_cores   NeuronCore(s) not available - Requested:nc2-nc3 Available:1"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from workers.batching.batcher_stats import BatcherStats
+from workers.batching.step_loop import BatcherStats
 from workers.serving.replica_metrics import METRICS, REFRESH_S, Metric, Sink, StepMetrics
 
 DASHBOARD = Path(__file__).parents[3] / "orchestrator" / "cluster" / "replica_board.json"

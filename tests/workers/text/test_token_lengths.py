@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.checkpoints import byte_level_tokenizer, save_tokenizer
 from tests.searches import search
 from workers.text import tokenizer as module
-from workers.text.token_lengths import token_lengths
+from workers.text.input_tokens import token_lengths
 from workers.text.tokenizer import ByteTokenizer, HubTokenizer, TooManyTokens, _byte_of_character
 
 ALPHABET = _byte_of_character()

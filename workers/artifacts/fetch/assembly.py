@@ -2,21 +2,129 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from workers.artifacts.fetch.ordered_hash import OrderedHash
-from workers.artifacts.sources.checksums import CRC_BYTES, OF_RANGES, Checksum, combined, crc_of, hash_of
+import msgspec
+
+from workers.artifacts.sources.checksums import CRC_BYTES, OF_RANGES, Checksum, Hash, combined, crc_of, hash_of
 from workers.artifacts.sources.listing import RemoteFile, SourceError
-from workers.artifacts.store.content_digest import PIECE_BYTES, ContentHash, of_pieces, piece
-from workers.artifacts.store.range_ledger import RangeLedger, Span
+from workers.artifacts.store.contents import PIECE_BYTES, ContentHash, of_pieces, piece
+
+
+class Span(msgspec.Struct, frozen=True, order=True):
+    """The byte range of one request."""
+
+    start: int
+    end: int  # exclusive
+
+    @property
+    def size(self) -> int:
+        return self.end - self.start
+
+
+class RangeLedger:
+    """A file of lines ``START END CRC``, each written after its data.
+
+    Data of a recorded range was written to the kernel before, however the process ends. The CRC detects what a crash
+    of the machine loses.
+    """
+
+    def __init__(self, path: Path, file: RemoteFile, algorithm: str) -> None:
+        """A ledger at ``path`` is used if it is of the same object and the same CRC algorithm."""
+        self._path = path
+        self._title = f"{file.tag} {file.size} {algorithm}\n"
+        self._lock = threading.Lock()
+        self._file = -1
+
+    def read(self) -> dict[Span, int]:
+        """Returns the complete ranges and their CRCs."""
+        try:
+            lines = self._path.read_text().splitlines(keepends=True)
+        except (OSError, UnicodeDecodeError):
+            return {}
+        if not lines or lines[0] != self._title:
+            return {}
+        ranges = {}
+        for line in lines[1:]:
+            with contextlib.suppress(ValueError):  # a truncated line
+                start, end, crc = line.split(" ")
+                if line.endswith("\n"):
+                    ranges[Span(int(start), int(end))] = int(crc, 16)
+        return ranges
+
+    def note(self, span: Span, crc: int) -> None:
+        """Records a range whose data has been written."""
+        with self._lock:
+            if self._file < 0:
+                self._file = self._open()
+            os.write(self._file, f"{span.start} {span.end} {crc:x}\n".encode())
+
+    def close(self) -> None:
+        with self._lock:
+            if self._file >= 0:
+                os.close(self._file)
+                self._file = -1
+
+    def remove(self) -> None:
+        self.close()
+        self._path.unlink(missing_ok=True)
+
+    def _open(self) -> int:
+        """Opens the ledger for appending; clears it if it is of another object."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+        file = os.open(self._path, flags, 0o644)
+        header = os.pread(file, len(self._title), 0)
+        if header.decode(errors="replace") != self._title:
+            os.ftruncate(file, 0)
+            os.write(file, self._title.encode())
+        else:
+            os.write(file, b"\n")  # terminates a truncated line
+        return file
+
+
+class OrderedHash:
+    """Hashes ranges in order as soon as all earlier ones have arrived. Thread-safe."""
+
+    def __init__(self, spans: Sequence[Span], new: Callable[[], Hash], read: Callable[[Span], Iterable[bytes]]) -> None:
+        """``spans``: in order. ``read`` yields the bytes of a span that has arrived."""
+        self._spans = spans
+        self._new = new
+        self._read = read
+        self._lock = threading.Lock()  # guards the attributes below
+        self._hash = new()
+        self._done = 0
+
+    def go_on(self, arrived: Container[Span], wait: bool = False) -> None:
+        """Hashes up to the first missing span; without ``wait``, returns at once if another thread is hashing."""
+        if not self._lock.acquire(blocking=wait):
+            return
+        try:
+            while self._done < len(self._spans) and self._spans[self._done] in arrived:
+                for data in self._read(self._spans[self._done]):
+                    self._hash.update(data)
+                self._done += 1
+        finally:
+            self._lock.release()
+
+    def digest(self, arrived: Container[Span]) -> bytes:
+        """Returns the hash, once all spans have arrived."""
+        self.go_on(arrived, wait=True)
+        return self._hash.digest()
+
+    def forget(self) -> None:
+        """Starts over: all spans are to arrive again."""
+        with self._lock:
+            self._hash, self._done = self._new(), 0
+
 
 READ_BYTES = 2**20  # read size for data that is read back from disk
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -156,7 +264,7 @@ class Assembly:
                 follower.forget()
 
     def content(self) -> str:
-        """Returns the content digest (content_digest.py) in hex, once all ranges are accepted."""
+        """Returns the content digest (contents.py) in hex, once all ranges are accepted."""
         if self._content is not None:
             return self._content.digest(self._sums).hex()
         return of_pieces([self._digests[span] for span in self.spans]).hex()

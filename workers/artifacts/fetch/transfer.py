@@ -27,15 +27,13 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from workers.artifacts.fetch.assembly import Assembly, RangeChecksum, disk_error
+from workers.artifacts.fetch.assembly import Assembly, RangeChecksum, Span, disk_error
 from workers.artifacts.fetch.progress import Progress
 from workers.artifacts.fetch.retry_policy import Retry, RetryPolicy
 from workers.artifacts.sources.checksums import Checksum, checksum_of
 from workers.artifacts.sources.listing import SMALL_BYTES, Listing, RemoteFile, SourceError, Stopped
-from workers.artifacts.sources.s3 import WORK, Bucket
-from workers.artifacts.sources.s3_errors import changed, from_obstore, is_short, unreachable
-from workers.artifacts.store.content_digest import PIECE_BYTES
-from workers.artifacts.store.range_ledger import Span
+from workers.artifacts.sources.s3 import WORK, Bucket, changed, from_obstore, is_short, unreachable
+from workers.artifacts.store.contents import PIECE_BYTES
 
 log = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from workers.artifacts.fetch.progress import Progress
 from workers.artifacts.fetch.retry_policy import RetryPolicy
 from workers.artifacts.sources.layout import INDEX, PICKLES
 from workers.artifacts.sources.listing import SMALL_BYTES, Listing, RemoteFile, SourceError, Stopped
-from workers.artifacts.store.blobs import digest_of
+from workers.artifacts.store.contents import digest_of
 from workers.host import foreign_files
 
 ASK_S = 10.0  # timeout of a metadata request
@@ -67,7 +67,7 @@ class HubRemote:
     def fetch(self, listing: Listing, folder: Path, progress: Progress, stop: threading.Event) -> None:
         """See ``Remote.fetch``. Keeps complete files and restarts partial ones. Small files are fetched first, then
         the others by name."""
-        complete = [file for file in listing.files if _is_whole(folder / file.name, file)]
+        complete = [file for file in listing.files if file.is_in(folder)]
         progress.expect(listing.bytes, sum(file.size for file in complete))
         progress.enter("fetching")
         missing = sorted(set(listing.files) - set(complete), key=lambda file: (file.size > SMALL_BYTES, file.name))
@@ -238,14 +238,6 @@ def _file(sibling: Any) -> RemoteFile:
     tag = digest or sibling.blob_id or ""
     checksum = f"sha256:{digest}" if digest else f"git-sha1:{tag}" if tag else ""
     return RemoteFile(name=sibling.rfilename, size=int(sibling.size or 0), tag=tag, checksum=checksum)
-
-
-def _is_whole(path: Path, file: RemoteFile) -> bool:
-    # A file gets its final name only after verification.
-    try:
-        return path.stat().st_size == file.size
-    except OSError:
-        return False
 
 
 def _matches(path: Path, file: RemoteFile) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 import threading
 from hashlib import blake2s
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Protocol
 import msgspec
 
 from workers.artifacts.fetch.progress import Progress
+from workers.host.file_lock import Stopped as Stopped
 
 SMALL_BYTES = 16 * 2**20  # files up to this size are fetched first
 
@@ -21,6 +23,19 @@ class RemoteFile(msgspec.Struct, frozen=True, kw_only=True):
     size: int  # bytes
     tag: str  # changes when the content does: an ETag, a git blob id, a sha256
     checksum: str = ""  # "ALGORITHM:VALUE" of the content as the source reports it; empty: none
+
+    def is_in(self, folder: Path) -> bool:
+        """Returns whether the file is complete in the folder of a fetch: it gets its name there once it is verified."""
+        return is_file(folder / self.name, self.size)
+
+
+def is_file(path: Path, size: int) -> bool:
+    """Returns whether the path is a regular file, not a symlink, of that size."""
+    try:
+        about = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISREG(about.st_mode) and about.st_size == size
 
 
 class Listing(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,10 +65,6 @@ class SourceError(Exception):
         self.id = id
         self.what = what
         self.hint = hint
-
-
-class Stopped(Exception):
-    """The caller stopped a fetch; what has arrived is kept for the next one."""
 
 
 class Remote(Protocol):

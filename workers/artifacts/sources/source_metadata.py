@@ -27,8 +27,7 @@ from workers.artifacts.fetch.retry_policy import RetryPolicy
 from workers.artifacts.sources.layout import metadata_files
 from workers.artifacts.sources.listing import Listing, Remote, SourceError
 from workers.artifacts.sources.open_source import SourceQuery
-from workers.artifacts.store import locks, manifest
-from workers.host import foreign_files
+from workers.host import file_lock, foreign_files
 
 MARK = "corewright-head.json"
 PATIENCE_S = 3.0  # short: a user waits for the command
@@ -150,7 +149,7 @@ class SourceMetadata:
 
     def _place(self, arriving: Path, folder: Path) -> None:
         lost = arriving.with_name(f"{arriving.name}-lost")
-        with locks.exclusive(self._root / ".placing"):
+        with file_lock.exclusive(self._root / ".placing"):
             if _complete_listing(folder) is not None:
                 return  # another process was first
             if folder.exists():  # incomplete, after a crash or a kill
@@ -200,7 +199,7 @@ def _complete_listing(folder: Path) -> Listing | None:
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
         return None
     files = metadata_files(listing).files
-    return listing if all(manifest.is_file(folder / file.name, file.size) for file in files) else None
+    return listing if all(file.is_in(folder) for file in files) else None
 
 
 def _touch(path: Path) -> None:

@@ -10,14 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from workers.artifacts.sources.listing import SourceError
-from workers.artifacts.store import locks
 from workers.host import file_lock
 
 
 class ArtifactUses:
     """The locks of a store's artifacts: ``<key>.flight`` is held during a fetch, ``<key>.use`` by all readers.
 
-    The use file records the time of the last use and the store's level then (see budget.py). ``room`` is held during
+    The use file records the time of the last use and the store's level then (see eviction.py). ``room`` is held during
     eviction and records the level.
     """
 
@@ -37,10 +36,10 @@ class ArtifactUses:
         with contextlib.suppress(OSError):
             self.folder.mkdir(exist_ok=True)
         try:
-            held = locks.shared(self.use(key), stop)
+            held = file_lock.shared(self.use(key), stop)
             lock = held.__enter__()
         except OSError as error:
-            if error.errno not in locks.READ_ONLY:
+            if error.errno not in file_lock.READ_ONLY:
                 raise
             yield
             return
@@ -53,6 +52,12 @@ class ArtifactUses:
     def is_busy(self, key: str) -> bool:
         """Returns whether the artifact is being fetched or used."""
         return file_lock.is_locked(self.flight(key)) or file_lock.is_locked(self.use(key))
+
+    @contextlib.contextmanager
+    def try_idle(self, key: str) -> Iterator[bool]:
+        """Tries to hold both locks exclusively without waiting; yields whether they are held."""
+        with file_lock.try_exclusive(self.flight(key)) as free, file_lock.try_exclusive(self.use(key)) as unused:
+            yield free and unused
 
     def known(self) -> set[str]:
         """Returns the keys of all lock files."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
-from workers.artifacts.sources.listing import Listing, RemoteFile
+from workers.artifacts.sources.listing import Listing, RemoteFile, is_file
 from workers.host import lifetime
 
 WHOLE = "corewright-artifact.json"  # written last: a folder without it is an unfinished fetch
@@ -26,7 +25,7 @@ class KeptFile(msgspec.Struct, frozen=True, kw_only=True):
     """A file of an artifact."""
 
     size: int  # bytes
-    digest: str  # content digest (content_digest.py) in hex
+    digest: str  # content digest (contents.py) in hex
     tag: str = ""  # the source's
     checksum: str = ""  # the source's
 
@@ -125,15 +124,6 @@ def reopen(folder: Path) -> None:
 def unpublish(folder: Path) -> None:
     """Marks the folder as incomplete."""
     (folder / WHOLE).unlink(missing_ok=True)
-
-
-def is_file(path: Path, size: int) -> bool:
-    """Returns whether the path is a regular file, not a symlink, of that size."""
-    try:
-        about = path.lstat()
-    except OSError:
-        return False
-    return stat.S_ISREG(about.st_mode) and about.st_size == size
 
 
 def _write(path: Path, content: bytes) -> None:

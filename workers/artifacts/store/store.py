@@ -14,27 +14,28 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Collection, Iterator
-from concurrent.futures import Future, wait
+from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import msgspec
 
 from workers.artifacts.fetch.progress import Progress
 from workers.artifacts.sources.layout import checked
-from workers.artifacts.sources.listing import Listing, Remote, SourceError, Stopped
-from workers.artifacts.store import locks, manifest
+from workers.artifacts.sources.listing import Listing, Remote, SourceError, Stopped, is_file
+from workers.artifacts.store import manifest
+from workers.artifacts.store.contents import is_of, readable_digest_of
 from workers.artifacts.store.eviction import GRACE_S, REMEDY, DiskRoom, is_disk_full
-from workers.artifacts.store.file_checks import FileChecks
 from workers.artifacts.store.manifest import Artifact as Artifact
 from workers.artifacts.store.manifest import KeptFile, Manifest
-from workers.host import lifetime
+from workers.host import file_lock, lifetime
 
 log = logging.getLogger(__name__)
 
 ASSUMED_RATE = 1e9  # bytes per second, if the rate was not measured
 LOOK_S = 0.1  # interval of the check for a stop
 ATTEMPTS = 3  # to fetch files that turn out to be damaged at the end
+READERS = 4  # files that are read at once
 
 
 class Store:
@@ -49,7 +50,6 @@ class Store:
         self._artifacts = self._room.artifacts
         self._uses = self._room.uses
         self._blobs = self._room.blobs
-        self._checks = FileChecks(self._room)
 
     # Reading
 
@@ -96,7 +96,7 @@ class Store:
             for _ in range(3):  # a concurrent check for use holds the lock for a moment
                 if self._room.remove(key, ignore_grace=True):
                     return
-                time.sleep(locks.WAIT_S)
+                time.sleep(file_lock.WAIT_S)
         message = f"artifact {key} is in use by a replica or being fetched"
         raise SourceError("store-in-use", message, "unload the model first")
 
@@ -129,8 +129,8 @@ class Store:
         published = manifest.published(folder)
         if published is None:
             raise self._missing(key)
-        with self._disk_errors(), locks.exclusive(self._uses.flight(key), stop):
-            return sorted(self._checks.damaged(folder, published, stop))
+        with self._disk_errors(), file_lock.exclusive(self._uses.flight(key), stop):
+            return sorted(self._remove_mismatches(folder, published, stop))
 
     def _folder(self, key: str) -> Path:
         """Returns the folder of a key. Raises SourceError if the key is malformed and could name another folder."""
@@ -161,7 +161,7 @@ class Store:
     def _with_revision(self, artifact: Artifact, revision: str, stop: threading.Event) -> Artifact:
         """Records another commit of the same content, so that it is found by both."""
         folder = Path(artifact.folder)
-        with contextlib.suppress(OSError), locks.exclusive(self._uses.flight(artifact.key), stop):
+        with contextlib.suppress(OSError), file_lock.exclusive(self._uses.flight(artifact.key), stop):
             published = manifest.published(folder)
             if published is not None:
                 manifest.publish(folder, published.with_revision(revision))
@@ -175,13 +175,13 @@ class Store:
             with self._flight(key, progress, stop):
                 return self._ready(key) or self._verified(key, progress, stop)
         except OSError as error:
-            if error.errno not in locks.READ_ONLY:
+            if error.errno not in file_lock.READ_ONLY:
                 raise
         return self._verified(key, progress, stop)
 
     def _flight(self, key: str, progress: Progress, stop: threading.Event) -> contextlib.AbstractContextManager[int]:
         """Holds the exclusive right to fetch or verify the artifact."""
-        return locks.exclusive(self._uses.flight(key), stop, lambda: progress.enter("waiting"))
+        return file_lock.exclusive(self._uses.flight(key), stop, lambda: progress.enter("waiting"))
 
     def _fetch(self, key: str, listing: Listing, remote: Remote, progress: Progress, stop: threading.Event) -> Artifact:
         """Fetches the artifact. The caller holds its flight and use locks."""
@@ -195,7 +195,7 @@ class Store:
             self._transfer(folder, listing, remote, progress, stop)
             progress.enter("verifying")
             _tidy(folder, listing)
-            files = self._checks.fetched(folder, listing, seeds, progress.digests, stop)
+            files = self._matching_files(folder, listing, seeds, progress.digests, stop)
             if len(files) == len(listing.files):
                 break
         else:
@@ -221,7 +221,7 @@ class Store:
     def _begin(self, folder: Path, listing: Listing, stop: threading.Event) -> dict[str, str]:
         """Makes room, records the fetch in the folder, and returns the seeds."""
         folder.mkdir(exist_ok=True)
-        with locks.exclusive(self._uses.room, stop):
+        with file_lock.exclusive(self._uses.room, stop):
             manifest.reopen(folder)
             before = manifest.unfinished(folder)
             if before is None or before.boot != lifetime.boot():
@@ -276,7 +276,7 @@ class Store:
             except (OSError, SourceError) as error:
                 if not is_disk_full(error):
                     raise
-                with locks.exclusive(self._uses.room, stop):
+                with file_lock.exclusive(self._uses.room, stop):
                     self._room.make_more(folder, listing)
 
     # Verification
@@ -301,11 +301,71 @@ class Store:
         if complete is None:
             return None
         progress.enter("verifying")
-        if self._checks.damaged(folder, complete, stop):
+        if self._remove_mismatches(folder, complete, stop):
             return None
         with contextlib.suppress(OSError):  # read-only: the next caller verifies again
             manifest.publish(folder, msgspec.structs.replace(complete, boot=lifetime.boot()))
         return complete.artifact(folder, time.time())
+
+    def _matching_files(
+        self,
+        folder: Path,
+        listing: Listing,
+        seeds: Mapping[str, str],
+        computed: Mapping[str, str],
+        stop: threading.Event,
+    ) -> dict[str, KeptFile]:
+        """Returns the files of a fetch that match, after deduplicating them by content; removes the others.
+
+        Reads the files whose digest the transfer has not ``computed``. Raises Stopped and OSError.
+        """
+
+        def digest_of(name: str) -> str:
+            return computed.get(name) or readable_digest_of(folder / name, stop.is_set)
+
+        present = [file for file in listing.files if (folder / file.name).exists()]
+        with ThreadPoolExecutor(READERS, thread_name_prefix="digests") as pool:
+            digests = list(pool.map(digest_of, [file.name for file in present]))
+        files = {}
+        for file, digest in zip(present, digests, strict=True):
+            name = file.name
+            if not digest or seeds.get(name, digest) != digest:
+                (folder / name).unlink(missing_ok=True)
+                self._remove_copies(seeds.get(name, ""))
+                continue
+            if not self._blobs.keep(folder / name, digest):
+                self._remove_copies(digest)
+            files[name] = KeptFile(size=file.size, digest=digest, tag=file.tag, checksum=file.checksum)
+        return files
+
+    def _remove_mismatches(self, folder: Path, published: Manifest, stop: threading.Event) -> list[str]:
+        """Removes files that do not match the manifest, here and in other artifacts; returns their names."""
+        damaged = []
+        for name, file in published.files.items():
+            if is_file(folder / name, file.size) and is_of(folder / name, file.digest, stop.is_set):
+                continue
+            damaged.append(name)
+            _reopen(folder, name)
+            self._remove_copies(file.digest)
+        if damaged:
+            log.warning(
+                "damaged files of %s: %s; they will be fetched again on the next use", published.source, damaged
+            )
+        return damaged
+
+    def _remove_copies(self, digest: str) -> None:
+        """Removes all damaged copies of a content; artifacts that lose a file become incomplete. An empty digest is
+        ignored."""
+        if not digest:
+            return
+        blob = self._blobs.path(digest)
+        if _differs(blob, digest):
+            blob.unlink(missing_ok=True)
+        for folder in self._room.folders():
+            published = manifest.published(folder)
+            for name, file in published.files.items() if published is not None else ():
+                if file.digest == digest and _differs(folder / name, digest):
+                    _reopen(folder, name)
 
     # Files
 
@@ -325,6 +385,21 @@ class Store:
                 raise SourceError("store-full", f"{self.root}: {error.strerror}", REMEDY) from error
             message = f"cannot write artifacts to {self.root}: {error}"
             raise SourceError("store-unwritable", message, "check the owner and permissions of the folder") from error
+
+
+def _reopen(folder: Path, name: str) -> None:
+    """Removes a damaged file of a complete artifact; the rest stays, as after an interrupted fetch."""
+    with contextlib.suppress(FileNotFoundError):  # the artifact is being removed
+        manifest.reopen(folder)
+    (folder / name).unlink(missing_ok=True)
+
+
+def _differs(path: Path, digest: str) -> bool:
+    """Returns whether the file exists with another content."""
+    try:
+        return not is_of(path, digest)
+    except FileNotFoundError:
+        return False
 
 
 def _listed(remote: Remote, stop: threading.Event) -> Listing:
@@ -358,10 +433,21 @@ def _tidy(folder: Path, listing: Listing) -> None:
         if path.is_dir() and not path.is_symlink():
             with contextlib.suppress(OSError):
                 path.rmdir()  # only if it is empty
-        elif name not in manifest.OURS and (name not in sizes or not manifest.is_file(path, sizes[name])):
+        elif name not in manifest.OURS and (name not in sizes or not is_file(path, sizes[name])):
             path.unlink()
 
 
 def _empty(folder: Path) -> None:
     shutil.rmtree(folder)
     folder.mkdir()
+
+
+class StoreSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The location and the limits of a host's store, as a value that can be sent between processes."""
+
+    root: str
+    budget: int | None = None  # bytes on disk; None: the disk's free space
+
+    def open(self) -> Store:
+        """Opens the store without creating folders."""
+        return Store(Path(self.root), budget=self.budget)

@@ -12,8 +12,14 @@ from typing import TYPE_CHECKING, Any
 from workers.artifacts.fetch.arrival import pending_files, wait_for
 from workers.artifacts.sources.listing import SourceError
 from workers.engines.checkpoint_files import check_length
-from workers.engines.safetensors_headers import check_safetensors
-from workers.engines.weight_files import check_pickles, files_in, index_of, no_weights, pickles_refused
+from workers.engines.weight_files import (
+    check_pickles,
+    check_safetensors,
+    files_in,
+    index_of,
+    no_weights,
+    pickles_refused,
+)
 from workers.messages.engine_protocol import EngineLoadError
 
 if TYPE_CHECKING:

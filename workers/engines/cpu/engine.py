@@ -42,8 +42,7 @@ from workers.host.memory_limits import is_out_of_memory, out_of_memory
 from workers.host.start_phases import START
 from workers.messages.engine_protocol import EngineLoadError, EngineSpec, GenerateEngine
 from workers.messages.replica_config import ReplicaConfig
-from workers.neff_cache.compile_units import Buildable, Tell
-from workers.neff_cache.compiled_artifacts import LockedEntry, compiling, entry
+from workers.neff_cache.compiled_artifacts import Buildable, LockedEntry, Tell, compiling, entry
 
 if TYPE_CHECKING:
     import torch
@@ -60,7 +59,7 @@ def open_cpu(config: ReplicaConfig) -> GenerateEngine:
     return with_draft(*_engines(config), config.draft_k)
 
 
-def buildables(config: ReplicaConfig) -> list[Buildable]:
+def buildables(config: ReplicaConfig, _read: bool = True) -> list[Buildable]:
     """Returns the engine's compile units, with its draft's; none without `compile`. Raises EngineLoadError."""
     target, draft = _engines(config)
     return buildables_of(target, draft) if target.compile else []
@@ -93,7 +92,7 @@ def _engines(config: ReplicaConfig) -> tuple[CpuEngine, CpuEngine | None]:
 
 
 @dataclass(eq=False, repr=False)
-class CpuEngine(LoadableEngine):
+class CpuEngine(LoadableEngine[EngineSpec]):
     """Implements ``GenerateEngine`` for a directory with safetensors weights. Float32 logits ``[rows, vocab_size]``.
 
     A decode leaves unlisted slots intact. Nothing is read before ``load``.

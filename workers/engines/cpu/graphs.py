@@ -20,8 +20,8 @@ from pathlib import Path
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
-from workers.artifacts.store import locks
 from workers.batching.buckets import smallest_bucket
+from workers.host import file_lock
 
 if TYPE_CHECKING:
     import torch
@@ -197,10 +197,10 @@ def _folder_for_a_copy() -> Iterator[Path]:
             about = stale.lstat()
             is_ours = stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid()
             if is_ours and time.time() - about.st_mtime > YOUNG_S:
-                with locks.try_exclusive(stale / HELD) as is_free:
+                with file_lock.try_exclusive(stale / HELD) as is_free:
                     if is_free:
                         shutil.rmtree(stale)
-    with tempfile.TemporaryDirectory(prefix=COPY) as copy, locks.exclusive(Path(copy, HELD)):
+    with tempfile.TemporaryDirectory(prefix=COPY) as copy, file_lock.exclusive(Path(copy, HELD)):
         yield Path(copy)
 
 

@@ -13,7 +13,7 @@ from workers.engines.checkpoint_files import check_length, positions_of, read_co
 from workers.engines.cpu.checkpoint import check_weights, load_model, weight_files
 from workers.engines.encoder.graph import embedding_graph, score_graph
 from workers.engines.encoder.layout import Dense, EncoderLayout, activation_of, read_layout
-from workers.engines.engine_setup import dtype_on, source_of
+from workers.engines.engine_setup import LoadableEngine, dtype_on, source_of
 from workers.host.memory_limits import is_out_of_memory, out_of_memory
 from workers.host.start_phases import START
 from workers.messages.encoder_protocol import EncodeInput, EncoderKind, EncoderSpec
@@ -41,7 +41,7 @@ def open_cpu_encoder(config: ReplicaConfig) -> CpuEncoder:
 
 
 @dataclass(eq=False, repr=False)
-class CpuEncoder:
+class CpuEncoder(LoadableEngine[EncoderSpec]):
     """Implements ``EncodeEngine`` for a folder with safetensors weights. Nothing is read before ``load``."""
 
     source: Path
@@ -54,15 +54,8 @@ class CpuEncoder:
     allow_pickle: bool = False
 
     def __post_init__(self) -> None:
-        self._spec: EncoderSpec | None = None
         self._graph: Any = None
         self._pad = 0
-
-    @property
-    def spec(self) -> EncoderSpec:
-        if self._spec is None:
-            raise RuntimeError("the engine is not loaded")
-        return self._spec
 
     def load(self) -> None:
         """Read the weights, then encode once. Raises ``EngineLoadError``."""

@@ -8,9 +8,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from workers.engines.checkpoint_digests import digest_of, unread_of
-from workers.engines.compile_process import compile_main, run_compile
-from workers.engines.manifest_parts import neuron_build, version_of
+from workers.engines.compiled_engine import compile_main, run_compile
+from workers.engines.manifest_parts import checkpoint_digests, neuron_build, version_of
 from workers.engines.nxd_inference.config import NxdSettings, lengths, neuron_options
 from workers.engines.nxd_inference.package import DISTRIBUTION, Package, build_config, import_package
 from workers.neff_cache.compile_session import CompileSession
@@ -35,12 +34,8 @@ def predicted_manifest(
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Returns the manifest, and the files whose digests it lacks: with ``read`` False, only digests stored in ``root``
     are used, and the place of an unknown one is empty."""
-    digests, unread = [], []
-    for source in (settings.source, settings.draft_source, settings.quantized_source):
-        if root is not None and source is not None:
-            unknown = [] if read else [str(path) for path in unread_of(Path(source), root)]
-            digests.append("" if unknown else digest_of(Path(source), root))
-            unread += unknown
+    sources = (settings.source, settings.draft_source, settings.quantized_source)
+    digests, unread = checkpoint_digests(map(Path, filter(None, sources)), root, read=read)
     record = {
         "engine": "nxd-inference",
         "versions": {DISTRIBUTION: package.version, **{name: version_of(name) or None for name in PACKAGES}},
@@ -48,7 +43,7 @@ def predicted_manifest(
         "options": neuron_options(settings, lengths(settings), package.release, QUANTIZED),
         "checkpoints": digests,
     }
-    return record, tuple(unread)
+    return record, unread
 
 
 def compile_in_subprocess(settings: NxdSettings, entry: LockedEntry) -> None:

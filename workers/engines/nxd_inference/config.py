@@ -18,12 +18,18 @@ from placements.facts.engines import (
     Release,
     nxd_release,
 )
-from placements.facts.kv_blocks import OPTIONS, KvBlocks, kv_blocks, prefix_buckets, refusals
+from placements.facts.kv_blocks import OPTIONS as BLOCK_OPTIONS
+from placements.facts.kv_blocks import KvBlocks, kv_blocks, prefix_buckets, refusals
 from placements.rules.options import tables
 from workers.batching.buckets import ladder
 from workers.engines.engine_setup import CheckpointSettings, checked_lengths, dtype_on
-from workers.engines.nxd_inference.options import FIELDS, MOE_OPTIONS, UNSERVED, lacks
 from workers.messages.engine_protocol import EngineLoadError
+
+CONFIG = "neuronx_distributed_inference.NeuronConfig"
+OPTIONS = tables.TABLES[CONFIG]
+MOE_OPTIONS = frozenset(tables.TABLES["neuronx_distributed_inference.MoENeuronConfig"])  # of models of experts
+FIELDS = tables.FIELDS[CONFIG]  # options that are set by fields of the spec
+UNSERVED = tables.UNSERVED[CONFIG]  # options that change the model's interface or answers -> why they are unsupported
 
 GLOBAL_TOPK = 256  # the most ids that the device samples from: OnDeviceSamplingConfig's default of global_topk
 
@@ -167,7 +173,7 @@ def draft_options(options: Mapping[str, Any]) -> dict[str, Any]:
 def _user_options(options: Mapping[str, Any], own: Mapping[str, Any], release: Release) -> dict[str, Any]:
     """Returns the options that the spec sets itself. Raises EngineLoadError for an invalid one."""
     for option, value in options.items():
-        if option in OPTIONS and "is_prefix_caching" not in own:
+        if option in BLOCK_OPTIONS and "is_prefix_caching" not in own:
             _refuse(option, "it has no effect without a prefix cache", "set `prefix_cache: true`, too")
         if option in FIELDS:
             _refuse(option, f"it follows from the field `{FIELDS[option]}`", f"set `{FIELDS[option]}`")
@@ -183,7 +189,7 @@ def _user_options(options: Mapping[str, Any], own: Mapping[str, Any], release: R
                 f"`{option}` is not an option of NxD Inference {version}: {missing}",
                 "remove it, or run the model on an image with another version",
             )
-    passed_over = {*UNSERVED, *NXD_QUANTIZED_OPTIONS, *OPTIONS, "prefix_cache"}
+    passed_over = {*UNSERVED, *NXD_QUANTIZED_OPTIONS, *BLOCK_OPTIONS, "prefix_cache"}
     merged = {option: value for option, value in options.items() if option not in passed_over}
     if isinstance(options.get("on_device_sampling_config"), Mapping):
         if "on_device_sampling_config" not in own:
@@ -250,3 +256,13 @@ def _sampling(settings: NxdSettings) -> dict[str, Any]:
     if settings.sampling == "device":
         return {"on_device_sampling_config": {"do_sample": True, "dynamic": True, "global_topk": GLOBAL_TOPK}}
     return {}
+
+
+def lacks(option: str, release: Release) -> str | None:
+    """Returns why NeuronConfig of ``release`` lacks the option; None where it has it."""
+    entry = OPTIONS.get(option)
+    if entry is None:
+        return "no version has it"
+    if entry.first and nxd_release(entry.first) > release:
+        return f"versions from {entry.first} on have it"
+    return None

@@ -34,8 +34,7 @@ from workers.engines.nxd_inference.config import GLOBAL_TOPK, GraphLengths, NxdS
 from workers.engines.nxd_inference.package import Package, build_config, import_package
 from workers.messages.engine_protocol import DeviceSampling, EngineLoadError, EngineSpec
 from workers.messages.replica_config import ReplicaConfig
-from workers.neff_cache.compile_units import Buildable, Tell
-from workers.neff_cache.compiled_artifacts import LockedEntry, entry
+from workers.neff_cache.compiled_artifacts import Buildable, LockedEntry, Tell, entry
 
 log = logging.getLogger(__name__)
 

@@ -24,8 +24,7 @@ from placements.facts.engines import (
 )
 from workers.engines.checkpoint_files import check_rotary, eos_token_ids, read_config
 from workers.engines.engine_setup import check_vocabularies
-from workers.engines.nxd_inference.config import NxdSettings, draft_options, lengths, neuron_options
-from workers.engines.nxd_inference.options import MOE_OPTIONS
+from workers.engines.nxd_inference.config import MOE_OPTIONS, NxdSettings, draft_options, lengths, neuron_options
 from workers.host.start_phases import START
 from workers.messages.engine_protocol import EngineLoadError
 

@@ -30,9 +30,16 @@ from placements.facts.engines import SHORTEST_BUCKET
 from workers.artifacts.sources.layout import COMPILED, INDEX, NEURON_CONFIG, names_in
 from workers.artifacts.sources.listing import Listing
 from workers.engines.checkpoint_files import read_json
-from workers.engines.nxd_inference.config import NxdSettings, lengths, neuron_options
-from workers.engines.nxd_inference.options import FIELDS, MOE_OPTIONS, OPTIONS, UNSERVED
-from workers.engines.safetensors_headers import tensors_of
+from workers.engines.nxd_inference.config import (
+    FIELDS,
+    MOE_OPTIONS,
+    OPTIONS,
+    UNSERVED,
+    NxdSettings,
+    lengths,
+    neuron_options,
+)
+from workers.engines.weight_files import tensors_of
 from workers.host import foreign_files
 from workers.messages.engine_protocol import EngineLoadError
 from workers.messages.replica_config import ReplicaConfig

@@ -9,9 +9,8 @@ from typing import Any
 
 import msgspec
 
-from workers.engines.checkpoint_digests import digest_of, unread_of
-from workers.engines.compile_process import compile_main, run_compile
-from workers.engines.manifest_parts import neuron_build, version_of
+from workers.engines.compiled_engine import compile_main, run_compile
+from workers.engines.manifest_parts import checkpoint_digests, neuron_build, version_of
 from workers.engines.optimum_neuron.package import DISTRIBUTION, OptimumPackage, export_config, find_package
 from workers.engines.optimum_neuron.settings import OptimumSettings
 from workers.neff_cache.compile_session import CompileSession
@@ -30,10 +29,7 @@ def manifest(
     The artifacts contain the weights of each core. ``root`` is the folder of entries; None: they are not kept. With
     ``read`` False, only digests stored in ``root`` are used, and the place of an unknown one is empty.
     """
-    source, digests, unread = Path(settings.source), [], []
-    if root is not None:
-        unread = [] if read else [str(path) for path in unread_of(source, root)]
-        digests.append("" if unread else digest_of(source, root))
+    digests, unread = checkpoint_digests([Path(settings.source)], root, read=read)
     fields = msgspec.to_builtins(settings)
     record = {
         "engine": "optimum-neuron",
@@ -42,7 +38,7 @@ def manifest(
         "options": {name: fields[name] for name in fields if name not in ("source", "allow_pickle")},
         "checkpoints": digests,
     }
-    return record, tuple(unread)
+    return record, unread
 
 
 def compile_in_subprocess(settings: OptimumSettings, entry: LockedEntry) -> None:

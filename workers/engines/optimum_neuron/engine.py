@@ -31,8 +31,7 @@ from workers.engines.optimum_neuron.package import OptimumPackage, export_config
 from workers.engines.optimum_neuron.settings import OptimumSettings, check_computed
 from workers.messages.engine_protocol import DeviceSampling, EngineSpec, GenerateEngine
 from workers.messages.replica_config import ReplicaConfig
-from workers.neff_cache.compile_units import Buildable, Tell
-from workers.neff_cache.compiled_artifacts import LockedEntry, entry
+from workers.neff_cache.compiled_artifacts import Buildable, LockedEntry, Tell, entry
 
 log = logging.getLogger(__name__)
 

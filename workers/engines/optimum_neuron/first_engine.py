@@ -28,8 +28,7 @@ from workers.engines.transformers_neuronx.rows import ContinuousRows, LockStepRo
 from workers.host import foreign_files
 from workers.messages.engine_protocol import EngineLoadError, EngineSpec
 from workers.neff_cache.compile_session import CompileSession
-from workers.neff_cache.compile_units import Buildable
-from workers.neff_cache.compiled_artifacts import LockedEntry, compiling, entry
+from workers.neff_cache.compiled_artifacts import Buildable, LockedEntry, compiling, entry
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +83,7 @@ def _manifest(settings: OptimumSettings, package: OptimumPackage) -> dict[str, A
     }
 
 
-class FirstOptimumEngine(LoadableEngine):
+class FirstOptimumEngine(LoadableEngine[EngineSpec]):
     """Implements ``GenerateEngine``. Exceptions of the Neuron runtime are passed on unchanged."""
 
     def __init__(self, settings: OptimumSettings, compiled: Path | None) -> None:

@@ -21,8 +21,7 @@ from workers.artifacts.fetch.progress import Progress
 from workers.artifacts.fetch.retry_policy import RetryPolicy
 from workers.artifacts.sources.layout import checked, registry_of
 from workers.artifacts.sources.open_source import SourceQuery
-from workers.engines.optimum_neuron.export_record import ExportRecord
-from workers.engines.optimum_neuron.settings import OptimumSettings
+from workers.engines.optimum_neuron.settings import ExportRecord, OptimumSettings
 from workers.host import foreign_files
 
 

@@ -6,34 +6,83 @@ A trace is compiled without a device and without the weights of a version, which
 from __future__ import annotations
 
 import hashlib
+import importlib
+import importlib.util
 import inspect
 import json
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from placements.facts.engines import CPU_TRANSFORMERS, reaches
 from workers.engines.encoder import graph
 from workers.engines.encoder.layout import Normalize
 from workers.engines.manifest_parts import neuron_build, version_of
 from workers.engines.torch_neuronx import tracing as traced
-from workers.engines.torch_neuronx.package import DISTRIBUTION, import_package
 from workers.engines.torch_neuronx.tracing import Tracing
-from workers.host.json_process import answering
+from workers.host.json_process import ChildRequest, answering, encoded, read_request
 from workers.host.memory_limits import is_out_of_memory, out_of_memory
 from workers.host.neuron_faults import fault_of
-from workers.host.process_tree import end_with
 from workers.messages.engine_protocol import EngineLoadError
 from workers.messages.replica_config import ReplicaConfig
 from workers.messages.status import Failure
 from workers.neff_cache import neuron_target
-from workers.neff_cache.compile_units import Buildable, Tell
-from workers.neff_cache.compiled_artifacts import LockedEntry, compiling, entry
+from workers.neff_cache.compiled_artifacts import Buildable, LockedEntry, Tell, compiling, entry
 from workers.neff_cache.compiler_cache import WRAPPER_FLAGS
+
+NAME, DISTRIBUTION = "torch_neuronx", "torch-neuronx"
+WHERE = (
+    "it comes with AWS's Neuron images, or: python -m pip install torch-neuronx neuronx-cc --extra-index-url "
+    "https://pip.repos.neuron.amazonaws.com"
+)
+CALLS: Mapping[str, tuple[str, ...]] = {
+    "trace": ("compiler_workdir", "compiler_args", "inline_weights_to_neff", "cpu_backend"),
+    "dynamic_batch": (),
+    "replace_weights": (),
+    "move_trace_to_device": (),
+}
+"""The functions that the engine calls -> the keywords that it passes."""
+
+
+def import_package() -> Any:
+    """Returns the package. torch then loads traces, each to a core at once. Raises EngineLoadError."""
+    if importlib.util.find_spec(NAME) is None:
+        raise _missing(NAME)
+    try:
+        package = importlib.import_module(NAME)
+        version = str(importlib.import_module("transformers").__version__)
+    except ImportError as error:
+        raise _missing(error.name or NAME) from error
+    if lacking := [call for call, keywords in CALLS.items() if not _has(package, call, keywords)]:
+        keywords = ", ".join(CALLS[lacking[0]])
+        what = f"torch-neuronx {version_of(DISTRIBUTION)} has no {lacking[0]}({keywords})"
+        raise EngineLoadError("engine-not-installed", what, f"install a later release; {WHERE}")
+    if not reaches(version, CPU_TRANSFORMERS):
+        what = f"the torch-neuronx engine needs transformers {CPU_TRANSFORMERS} or later, not {version}"
+        hint = f"run python -m pip install 'transformers>={CPU_TRANSFORMERS}' in the replica's Python"
+        raise EngineLoadError("engine-not-installed", what, hint)
+    return package
+
+
+def _has(package: Any, call: str, keywords: tuple[str, ...]) -> bool:
+    function = getattr(package, call, None)
+    if function is None:
+        return False
+    try:
+        return {*keywords} <= inspect.signature(function).parameters.keys()
+    except (TypeError, ValueError):  # it does not say
+        return True
+
+
+def _missing(name: str) -> EngineLoadError:
+    return EngineLoadError("engine-not-installed", f"the torch-neuronx engine needs {name}", WHERE)
+
 
 TRACE, WORK = "trace.pt", "work"  # in an entry
 PACKAGES = (DISTRIBUTION, "neuronx-cc", "libneuronxla", "torch", "transformers")
@@ -141,16 +190,15 @@ def compiler_args() -> list[str]:
     return ["--target", target.name, *lnc, *ours, *given]
 
 
-class _Job(msgspec.Struct):
+class _Job(ChildRequest, frozen=True, kw_only=True):
     config: ReplicaConfig
-    parent: int  # the caller's pid
 
 
 def compile_in_process(config: ReplicaConfig) -> None:
     """Compiles the missing traces of a replica in a process of its own, since the package sets up this one for the CPU
     when it traces without a device. Raises EngineLoadError."""
     command = [sys.executable, "-m", "workers.engines.torch_neuronx.artifacts", "compile"]
-    job = msgspec.json.encode(_Job(config, os.getpid()))
+    job = encoded(_Job(config=config))
     with compiling(f"{config.source} with torch-neuronx", "the compilers write to this log"):
         process = subprocess.run(command, input=job, stdout=subprocess.PIPE, check=False)
     if process.returncode == 0:
@@ -179,8 +227,7 @@ def main(arguments: list[str]) -> int:
     if arguments != ["compile"]:
         sys.stderr.write("usage: python -m workers.engines.torch_neuronx.artifacts compile < JSON\n")
         return 2
-    job = msgspec.json.decode(sys.stdin.buffer.read(), type=_Job)
-    end_with(job.parent)  # it holds the locks of entries
+    job = read_request(_Job)  # it ends with its parent, since it holds the locks of entries
     tell = answering()
     try:
         compile_missing(job.config)

@@ -22,15 +22,14 @@ import msgspec
 
 from workers.batching.buckets import smallest_bucket
 from workers.engines.cpu.checkpoint import check_weights, weight_files
-from workers.engines.torch_neuronx.artifacts import TRACE, compile_in_process, is_whole, unit
-from workers.engines.torch_neuronx.package import import_package
+from workers.engines.engine_setup import LoadableEngine
+from workers.engines.torch_neuronx.artifacts import TRACE, compile_in_process, import_package, is_whole, unit
 from workers.engines.torch_neuronx.tracing import Tracing
 from workers.host.neuron_faults import fault_of
 from workers.messages.encoder_protocol import EncodeInput, EncoderSpec
 from workers.messages.engine_protocol import EngineLoadError
 from workers.messages.replica_config import ReplicaConfig
-from workers.neff_cache.compile_units import Buildable
-from workers.neff_cache.compiled_artifacts import LockedEntry, entry, peek
+from workers.neff_cache.compiled_artifacts import Buildable, LockedEntry, entry, peek
 
 if TYPE_CHECKING:
     import numpy
@@ -46,14 +45,14 @@ def open_torch_neuronx(config: ReplicaConfig) -> TorchNeuronxEncoder:
     return TorchNeuronxEncoder(config)
 
 
-def buildables(config: ReplicaConfig) -> list[Buildable]:
+def buildables(config: ReplicaConfig, _read: bool = True) -> list[Buildable]:
     """Returns a compile unit for each length. Raises EngineLoadError."""
     import_package()
     tracing = Tracing.of(config)
     return [unit(tracing, length) for length in tracing.lengths]
 
 
-class TorchNeuronxEncoder:
+class TorchNeuronxEncoder(LoadableEngine[EncoderSpec]):
     """Implements ``EncodeEngine``. Exceptions of the Neuron runtime are passed on unchanged, except for full memory."""
 
     def __init__(self, config: ReplicaConfig) -> None:
@@ -61,13 +60,6 @@ class TorchNeuronxEncoder:
         self._config = config
         self._tracing: Tracing | None = None
         self._traces: dict[int, Any] = {}
-        self._spec: EncoderSpec | None = None
-
-    @property
-    def spec(self) -> EncoderSpec:
-        if self._spec is None:
-            raise RuntimeError("the engine is not loaded")
-        return self._spec
 
     def load(self) -> None:
         """See ``EncodeEngine.load``. Everything that needs no device is done before the core is claimed."""

@@ -13,20 +13,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from placements.facts.tnx_families import MISREAD_HINT, Family, Reading, run_length
+from placements.facts.tnx_families import FAMILIES, MISREAD_HINT, REFUSED, Family, Reading, run_length
+from workers.artifacts.sources.layout import TNX_SHARDS
 from workers.engines import package_contract
 from workers.engines.checkpoint_files import check_length, eos_token_ids, positions_of, read_config
 from workers.engines.engine_setup import LoadableEngine, source_of
 from workers.engines.manifest_parts import version_of
 from workers.engines.speculative import buildables_of, with_draft
-from workers.engines.transformers_neuronx.artifacts import (
-    compile_ahead,
-    compile_now,
-    is_whole,
-    manifest,
-    start_from,
-)
-from workers.engines.transformers_neuronx.families import family_of
+from workers.engines.transformers_neuronx.artifacts import compile_ahead, compile_now, is_whole, manifest, start_from
 from workers.engines.transformers_neuronx.options import (
     Options,
     Shapes,
@@ -36,16 +30,63 @@ from workers.engines.transformers_neuronx.options import (
     options_for,
 )
 from workers.engines.transformers_neuronx.rows import ContinuousRows, LockStepRows, Rows, SerialRows
-from workers.engines.transformers_neuronx.weights import check_layout, check_weights
-from workers.engines.weight_files import weights_root
+from workers.engines.weight_files import (
+    check_pickles,
+    check_safetensors,
+    index_of,
+    pickled_files,
+    present_files_in,
+    weights_root,
+)
 from workers.host.start_phases import START
 from workers.messages.engine_protocol import DeviceSampling, EngineLoadError, EngineSpec, GenerateEngine
 from workers.messages.replica_config import ReplicaConfig
-from workers.neff_cache.compile_units import Buildable, Tell
-from workers.neff_cache.compiled_artifacts import LockedEntry
+from workers.neff_cache.compiled_artifacts import Buildable, LockedEntry, Tell
 
 if TYPE_CHECKING:
     import torch
+
+
+def family_of(model_type: object, where: object) -> Family:
+    """Returns the family of ``model_type``, which the file ``where`` names. Raises EngineLoadError."""
+    if isinstance(model_type, str) and model_type in REFUSED:
+        message = f"transformers-neuronx does not support the model_type {model_type} of {where}: {REFUSED[model_type]}"
+        raise EngineLoadError("unknown-family", message, "use the cpu engine, or another model")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise EngineLoadError(
+            "unknown-family",
+            f"transformers-neuronx has no class for the model_type {model_type!r} of {where}",
+            f"supported: {', '.join(FAMILIES)}",
+        )
+    return FAMILIES[model_type]
+
+
+def check_layout(path: Path, settings: Mapping[str, Any]) -> None:
+    """Raises EngineLoadError for the output of ``save(folder, sharded_weights=True)``; ``settings`` is its config.json.
+
+    The package loads such weights without comparing them with the configuration. Their files record the number of cores
+    and the dtype, but not how heads were replicated, what was fused, or which layouts were chosen.
+    """
+    if settings.get("is_presharded_checkpoint") is True or (path / TNX_SHARDS).exists():
+        message = f"transformers-neuronx has sharded the weights in {path}, and their settings are not recorded"
+        hint = "set `source` to the original checkpoint: it is compiled once, and sharded at each start"
+        raise EngineLoadError("layout-unsupported", message, hint)
+
+
+def check_weights(path: Path, allow_pickle: bool) -> None:
+    """Raises EngineLoadError where files are missing, truncated, or pickles that are not allowed.
+
+    The package prefers safetensors, then the folder ``pytorch_model.bin/``, then pickles. It unpickles without
+    restrictions, so allowed pickles are first read with torch's ``weights_only``, which calls no function.
+    """
+    single = path / "model.safetensors"
+    if single.exists() or index_of(single).exists():
+        check_safetensors([single] if single.exists() else present_files_in(index_of(single)))
+        return
+    files = pickled_files(path, allow_pickle)
+    check_pickles(file for file in files if file.suffix != ".safetensors")
+    check_safetensors(file for file in files if file.suffix == ".safetensors")
+
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +99,7 @@ def open_transformers_neuronx(config: ReplicaConfig) -> GenerateEngine:
     return with_draft(*_engines(config), config.draft_k)
 
 
-def buildables(config: ReplicaConfig) -> list[Buildable]:
+def buildables(config: ReplicaConfig, _read: bool = True) -> list[Buildable]:
     """Returns the engine's compile units, with its draft's. Raises EngineLoadError."""
     return buildables_of(*_engines(config))
 
@@ -85,7 +126,7 @@ class _Planned:
     vocab_size: int
 
 
-class TransformersNeuronxEngine(LoadableEngine):
+class TransformersNeuronxEngine(LoadableEngine[EngineSpec]):
     """Implements ``GenerateEngine``; ``SamplingEngine`` with ``sampling: device``, ``VerifyingEngine`` with a draft.
 
     Exceptions of the Neuron runtime are passed on unchanged.

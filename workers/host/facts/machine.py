@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 import msgspec
 
-from workers.host.facts.cpu_list import parse_cpulist
 from workers.host.facts.neuron_ls import Device, DeviceProcess, NeuronLs
 from workers.host.facts.neuron_monitor import MonitorSample, Runtime
 from workers.host.facts.sections import Findings, excerpt
 from workers.host.facts.sysfs import Sysfs, SysfsDevice
-from workers.host.facts.versions import Versions
+from workers.host.facts.tools import Versions
+from workers.host.host_facts import parse_cpulist
 
 # Tools that open devices without holding a core. neuron-ls lists them among all processes.
 ONLOOKERS = frozenset({"neuron-ls", "neuron-monitor", "neuron-top"})

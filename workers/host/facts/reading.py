@@ -19,8 +19,7 @@ from workers.host.facts.machine import HostFacts, Owner, ProcessDetail, SourceRe
 from workers.host.facts.neuron_ls import NeuronLs, parse_neuron_ls
 from workers.host.facts.neuron_monitor import MonitorSample, parse_neuron_monitor
 from workers.host.facts.sysfs import read_sysfs
-from workers.host.facts.tools import NEURON_TOOLS, Output, find_tool, run_tool
-from workers.host.facts.versions import read_versions
+from workers.host.facts.tools import NEURON_TOOLS, Output, find_tool, read_versions, run_tool
 
 INSTALL = "install aws-neuronx-tools (Neuron Setup Guide)"
 
