@@ -22,6 +22,8 @@ CLASSES = (
     *FAILURES,
 )
 
+MANY = ("",) * 1000
+
 
 @dataclass
 class Function:
@@ -83,7 +85,10 @@ def makers() -> dict[str, int]:
     while size != len(positions):
         size = len(positions)
         for function in (function for source in sources().values() for function in source.functions):
-            parameters = [argument.arg for argument in function.node.args.args if argument.arg != "self"]
+            signature = function.node.args
+            by_position = [argument.arg for argument in signature.args if argument.arg != "self"]
+            # after any number of others, so that only its name gives it
+            parameters = [*by_position, *MANY, *(argument.arg for argument in signature.kwonlyargs)]
             for call in function.calls:
                 id = id_of(call, positions)
                 if isinstance(id, ast.Name) and id.id in parameters and "id" in id.id.split("_"):
