@@ -19,6 +19,7 @@ from orchestrator.fleet.hosting import Hosting
 from orchestrator.fleet.replica_states import State
 from orchestrator.process.failure import Failed
 from orchestrator.revisions.resolved_revision import ResolvedRevision
+from orchestrator.revisions.spec_file import SpecFile
 from orchestrator.sagemaker.model_folder import SPEC, Fields, read_folder, text_of
 from orchestrator.state.rollout_progress import failure_of
 from placements.facts.plural import counted
@@ -132,7 +133,7 @@ class HostedModels:
                 revision = current.revision
                 text = SpecText(text=text_of(spec), file=revision.file, base_dir=revision.base_dir)
                 read = await read_spec(self._fleet, text, by=MANAGER, cause="apply")
-                if added is not None and (missing := await self._missing(added, read[1])):
+                if added is not None and (missing := await self._missing(added, *read)):
                     return Hosting(NO_ROOM, f"no room beside the other models: {missing}")
                 await install(self._fleet, *read, over=current.number)
             except OperationRefused as error:
@@ -142,10 +143,10 @@ class HostedModels:
             return None
         return Hosting(503, f"{ATTEMPTS} other revisions were applied meanwhile; try again")
 
-    async def _missing(self, added: str, revision: ResolvedRevision) -> str:
+    async def _missing(self, added: str, spec_file: SpecFile, revision: ResolvedRevision) -> str:
         """Returns what the fleet's hosts lack now for the model that is added, or for another one because of it."""
         before = {missing.model for missing in self._state.goal.plan.unplaced}
-        plan = (await outlook_of(self._fleet, revision)).settled.plan
+        plan = (await outlook_of(self._fleet, spec_file, revision)).settled.plan
         return "; ".join(
             problem.what
             for missing in plan.unplaced

@@ -38,14 +38,15 @@ from orchestrator.api.schemas import (
 )
 from orchestrator.fleet.replica_states import LEAVING
 from orchestrator.records.journal_records import Revision
-from orchestrator.revisions.resolved_revision import ResolvedRevision, resolve_revision
+from orchestrator.revisions.resolved_revision import ResolvedRevision, resolve_spec
 from orchestrator.revisions.spec_file import SpecFile, examine, start_problems
 from orchestrator.rollout.changes import Action, ModelChange, Tag, difference, replica_changes
+from orchestrator.rollout.decide import FleetDecision, FleetSnapshot, decide
 from orchestrator.rollout.defragmentation import defragmentation
 from orchestrator.rollout.host_demand import HostDemand
 from orchestrator.rollout.host_drain import refusal, without_host
 from orchestrator.rollout.relocation import load_times, traffic
-from orchestrator.rollout.rollout_step import Goal, Situation, compute_goal
+from orchestrator.rollout.rollout_step import DesiredModel, Goal, Situation, compute_goal
 from orchestrator.rollout.update_strategy import UpdateStrategy, choose_strategy
 from placements.explain.explain import explain as explain_placement
 from placements.explain.explanation import Question
@@ -66,13 +67,19 @@ class Outlook:
     """The effects of installing a revision."""
 
     index: int  # of the journal, before them
-    situation: Situation  # with the chosen strategies
-    choices: Mapping[str, UpdateStrategy]  # of models with old replicas
-    first: Goal  # before the choices
-    next: Goal
+    decision: FleetDecision  # that the controller carries out if nothing changes before
     settled: Goal  # after the rollout: only new versions, and whatever fits stays where it is
     choice: HostChoice  # the hosts whose machines are requested for it
     hosts: tuple[Host, ...]  # present, coming or to add
+
+    @property
+    def desired_models(self) -> Mapping[str, DesiredModel]:
+        return self.decision.after.situation.desired_models
+
+    @property
+    def choices(self) -> Mapping[str, UpdateStrategy]:
+        """The strategies of the models with old replicas."""
+        return self.decision.after.memory.strategies
 
 
 # Reading a spec
@@ -96,12 +103,6 @@ async def read_spec(
     if spec_file.spec is None or has_errors(problems):
         count = sum(problem.severity == "error" for problem in problems)
         raise _spec_refused(fleet, f"{spec.file} has {counted(count, 'error')}: nothing was applied", problems)
-    empty_fleet = await state.in_thread(plan, spec_file.spec, spec_file.hosts, spec_file.checkpoints)
-    missing = [problem for group in empty_fleet.unplaced if group.required for problem in group.problems]
-    if missing:
-        what = f"{spec.file} does not fit even on an empty fleet"
-        hint = "reduce the replicas or the tp_degree, or add hosts"
-        raise OperationRefused("never-fits", what, hint, status=422, problems=missing)
     revision = Revision(
         number=state.next_number,
         fleet=fleet.settings.fleet,
@@ -114,8 +115,18 @@ async def read_spec(
         plan={},
         canary=canary,
     )
-    resolved = await state.in_thread(resolve_revision, revision, state.machine)
+    resolved = await state.in_thread(resolve_spec, revision, spec_file.spec, state.machine)
     return dataclasses.replace(spec_file, problems=problems), resolved
+
+
+async def _refuse_oversized(fleet: OperatedFleet, spec_file: SpecFile) -> None:
+    """Refuses a spec whose required replicas do not fit on an empty fleet."""
+    empty_fleet = await fleet.state.in_thread(plan, spec_file.spec, spec_file.hosts, spec_file.checkpoints)
+    missing = [problem for group in empty_fleet.unplaced if group.required for problem in group.problems]
+    if missing:
+        what = f"{spec_file.name} does not fit even on an empty fleet"
+        hint = "reduce the replicas or the tp_degree, or add hosts"
+        raise OperationRefused("never-fits", what, hint, status=422, problems=missing)
 
 
 def _spec_refused(fleet: OperatedFleet, what: str, problems: Sequence[Problem]) -> OperationRefused:
@@ -152,27 +163,29 @@ async def propose(fleet: OperatedFleet, request: SpecToPlan) -> ApplyPreview | D
     """Previews an apply; with ``defrag``, the moves that free that many contiguous cores."""
     spec_file, generation = await read_spec(fleet, request, by="", cause="apply")
     if request.defrag is not None:
+        await _refuse_oversized(fleet, spec_file)
         return await _defragmentation(fleet, spec_file, request.defrag)
-    return await apply_preview(fleet, spec_file, generation, await outlook_of(fleet, generation))
+    outlook = await outlook_of(fleet, spec_file, generation)
+    return await apply_preview(fleet, spec_file, generation, outlook)
 
 
-async def outlook_of(fleet: OperatedFleet, generation: ResolvedRevision) -> Outlook:
-    """Returns the effects of installing the generation now."""
+async def outlook_of(fleet: OperatedFleet, spec_file: SpecFile, generation: ResolvedRevision) -> Outlook:
+    """Returns the effects of installing the generation now. Raises OperationRefused if it can never fit."""
     state = fleet.state
-    index, situation = state.records.state.index, state.situation(generation)
+    index, snapshot = state.records.state.index, state.snapshot(generation)
     uses = state.kept, state.uses.avoided()
-    outlook: Outlook = await state.in_thread(_outlook, index, situation, generation.groups, *uses)
+    outlook: Outlook = await state.in_thread(_outlook, index, snapshot, generation.groups, *uses)
+    fewer = any(desired.count < desired.model.replicas.min for desired in outlook.desired_models.values())
+    if outlook.settled.plan.unplaced or fewer:  # else it has just been placed
+        await _refuse_oversized(fleet, spec_file)
     return outlook
 
 
 def _outlook(
-    index: int, situation: Situation, groups: tuple[HostGroup, ...], used: frozenset[str], avoided: frozenset[str]
+    index: int, snapshot: FleetSnapshot, groups: tuple[HostGroup, ...], used: frozenset[str], avoided: frozenset[str]
 ) -> Outlook:
-    first = compute_goal(situation)
-    choices = {name: choose_strategy(situation, name) for name, step in first.steps.items() if step.old}
-    for name, chosen in choices.items():
-        desired = situation.desired_models[name]
-        situation = situation.with_desired(dataclasses.replace(desired, strategy=chosen.strategy))
+    decision = decide(snapshot)
+    situation = decision.after.situation
     views = tuple(
         dataclasses.replace(view, version=situation.desired_models[view.model].version)
         for view in situation.views
@@ -183,10 +196,13 @@ def _outlook(
     }
     settled = dataclasses.replace(situation, views=views, desired_models=desired_models, replaced=frozenset())
     demand = HostDemand(settled, groups, used, avoided)
-    choice = demand.choose()
-    hosts = demand.with_hosts(choice.hosts).hosts
-    final = compute_goal(dataclasses.replace(settled, hosts=hosts))
-    return Outlook(index, situation, choices, first, compute_goal(situation), final, choice, hosts)
+    present = demand.with_hosts(())
+    bare = compute_goal(present)
+    choice = demand.choose(bare.plan)
+    if not choice.hosts:
+        return Outlook(index, decision, bare, choice, present.hosts)
+    more = demand.with_hosts(choice.hosts)
+    return Outlook(index, decision, compute_goal(more), choice, more.hosts)
 
 
 async def apply_preview(
@@ -211,7 +227,7 @@ async def apply_preview(
         "revision": state.current.number,
         **settled.plan.as_dict(),
         "problems": (*spec_file.problems, *settled.plan.problems),
-        "changes": replica_changes(outlook.next, list(state.views.values()), settled),
+        "changes": replica_changes(outlook.decision.goal, list(state.views.values()), settled),
         "models": [_planned_model(fleet, change, outlook) for change in changes],
         "hosts_to_add": [host.as_dict() for host in outlook.choice.added() if host.host not in state.kept],
         "speeds": speed_rows(generation.spec, generation.hosts, spec_file.checkpoints, measured),
@@ -222,7 +238,7 @@ async def apply_preview(
 
 def _planned_model(fleet: OperatedFleet, change: ModelChange, outlook: Outlook) -> PlannedModel:
     choice = outlook.choices.get(change.model)
-    desired = outlook.situation.desired_models.get(change.model)
+    desired = outlook.desired_models.get(change.model)
     tag = max(change.tag, Tag.RESTART, key=list(Tag).index) if choice is not None else change.tag
     before, after = len(fleet.state.replicas_of(change.model)), 0 if desired is None else desired.count
     action = change.action

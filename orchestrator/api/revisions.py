@@ -172,7 +172,7 @@ async def install(
         raise OperationRefused("index-changed", what, "repeat the request")
     refuse_changed(fleet, check_index, "run corewright plan SPEC again")
     index = state.records.state.index
-    outlook = await outlook_of(fleet, generation)
+    outlook = await outlook_of(fleet, spec_file, generation)
     plan = await apply_preview(fleet, spec_file, generation, outlook)
     revision, current = generation.revision, state.current.revision
     same = (revision.text, revision.base_dir) == (current.text, current.base_dir)
@@ -182,7 +182,7 @@ async def install(
     _refuse_impossible(outlook, generation)
     summary = msgspec.to_builtins({"models": plan.models, "changes": plan.changes})
     revision = await write(fleet, msgspec.structs.replace(revision, number=state.next_number, plan=summary))
-    state.install(dataclasses.replace(generation, revision=revision), outlook.first)
+    state.install(dataclasses.replace(generation, revision=revision), outlook.decision)
     fleet.controller.table.renew_deadlines()
     state.records.event("info", "Applied", f"revision {revision.number} by {revision.by}, {changes_text(summary)}")
     fleet.controller.wake_up()
@@ -197,7 +197,7 @@ def _refuse_impossible(outlook: Outlook, generation: ResolvedRevision) -> None:
     if generation.revision.canary is None:
         return
     for name, choice in outlook.choices.items():
-        desired = outlook.situation.desired_models[name]
+        desired = outlook.desired_models[name]
         if not desired.mixes:
             what = f"{name}: the tokenizer changes, so the two versions cannot share requests"
             raise OperationRefused("canary-impossible", what, "apply without --canary")

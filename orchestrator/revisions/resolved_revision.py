@@ -132,7 +132,11 @@ def resolve_revision(revision: Revision, machine: Machine) -> ResolvedRevision:
     parsed = parse(revision.text, revision.file, revision.base_dir)
     if parsed.spec is None:
         raise ValueError(f"{revision.file} has errors")
-    spec = parsed.spec
+    return resolve_spec(revision, parsed.spec, machine)
+
+
+def resolve_spec(revision: Revision, spec: Spec, machine: Machine) -> ResolvedRevision:
+    """Resolve a revision whose text was read as ``spec``. See `resolve_revision`."""
     hosts = hosts_for(spec, machine)
     facts = _pinned_facts(spec, revision.fleet)
     tokenizers = {}

@@ -37,11 +37,12 @@ class HostDemand:
             if host not in present
         ]
 
-    def choose(self) -> HostChoice:
-        """Returns the cheapest hosts to request for replicas that fit neither on present nor on coming hosts."""
+    def choose(self, bare: Plan | None = None) -> HostChoice:
+        """Returns the cheapest hosts to request for replicas that fit neither on present nor on coming hosts; ``bare``
+        is the plan without further hosts, if it is known."""
         known = {*self.situation.hosts, *self.coming}
         absent = [host for group in self.groups for host in group.hosts if host not in known]
-        return choose_hosts(self.situation.spec, self.groups, absent, self._plan, self.avoided)
+        return choose_hosts(self.situation.spec, self.groups, absent, self._plan, self.avoided, bare)
 
     def spare(self, needed: Collection[Host] = ()) -> Host | None:
         """Returns a host to give back, none of ``needed``; None if each is needed. See `spare_host`."""

@@ -197,31 +197,33 @@ class FleetState:
 
     def desired_model(self, model: ModelSpec, revision: ResolvedRevision | None = None) -> DesiredModel:
         """Returns the desired state of the model, now or right after the installation of another revision."""
-        shown = revision or self.current
-        desired = DesiredModel(
-            model, self.counts.desired(model), shown.versions[model.name], mixes=self.mixes(shown, model)
-        )
-        if revision is not None:
-            return dataclasses.replace(desired, canary=revision.revision.canary is not None)
-        strategy = self.memory.strategies.get(model.name)
-        return dataclasses.replace(
-            desired,
+        shown, count = revision or self.current, self.counts.desired(model)
+        strategy = None if revision is not None else self.memory.strategies.get(model.name)
+        canary = self.in_canary if revision is None else revision.revision.canary is not None
+        frozen = revision is None and self.frozen
+        limited = revision is None and (model.name in self.late or self._is_complete)
+        return DesiredModel(
+            model,
+            count,
+            shown.versions[model.name],
             strategy="surge" if strategy is None else strategy.strategy,
-            canary=self.in_canary,
-            frozen=self.frozen,
-            former=self._former(model),
-            reachable=model.name in self.late
-            or self.records.state.completed == self.current.number
-            or desired.count > self.counts.required(model),
+            mixes=self.mixes(shown, model),
+            canary=canary,
+            frozen=frozen,
+            former=self._former(model, shown) if canary or frozen else None,
+            reachable=limited or count > self.counts.required(model),
         )
 
-    def _former(self, model: ModelSpec) -> FormerVersion | None:
-        """Returns the version in which lost replicas restart during a canary or a frozen rollout."""
-        before = self.stable
-        if before is None or not (self.in_canary or self.frozen):
-            return None
-        old = before.spec.model(model.name)
-        if old is None or before.versions[model.name] == self.current.versions[model.name]:
+    @property
+    def _is_complete(self) -> bool:
+        """Returns whether the rollout of the current revision has ended well."""
+        return self.records.state.completed == self.current.number
+
+    def _former(self, model: ModelSpec, shown: ResolvedRevision) -> FormerVersion | None:
+        """Returns the version in which lost replicas restart during a canary or a frozen rollout of ``shown``."""
+        before = self.current if shown is not self.current and self._is_complete else self.stable
+        old = None if before is None else before.spec.model(model.name)
+        if before is None or old is None or before.versions[model.name] == shown.versions[model.name]:
             return None
         return FormerVersion(old, before.versions[model.name], before.checkpoints.get(model.name))
 
@@ -297,22 +299,22 @@ class FleetState:
             self.blocked(),
             self.drained(),
             self.replaced(),
-            self._models_held(),
+            self._models_held(shown),
             frozenset(self.leaving()),
             self.ending(),
         )
 
-    def sources(self, model: ModelSpec) -> frozenset[str]:
+    def sources(self, model: ModelSpec, revision: ResolvedRevision | None = None) -> frozenset[str]:
         """Returns the remote sources of the model and its draft."""
-        if not takes_long(model, self.current.engines[model.name]):
+        if not takes_long(model, (revision or self.current).engines[model.name]):
             return frozenset()
         elsewhere = {model.source} if model.source_kind != "path" else set()
         draft = {model.draft.source} if model.draft is not None and model.draft_kind != "path" else set()
         return frozenset(elsewhere | draft)
 
-    def _models_held(self) -> dict[str, frozenset[str]]:
-        """Returns the models by host that have nothing to fetch there."""
-        sources_of = {model.name: sources for model in self.current.spec.models if (sources := self.sources(model))}
+    def _models_held(self, shown: ResolvedRevision) -> dict[str, frozenset[str]]:
+        """Returns the models of a revision by host that have nothing to fetch there."""
+        sources_of = {model.name: sources for model in shown.spec.models if (sources := self.sources(model, shown))}
         if not sources_of:
             return {}
         return {
@@ -327,26 +329,38 @@ class FleetState:
         self.compiled_on = {key for key in self.compiled_on if key[0] != model}
         self.preparations = {key: preparation for key, preparation in self.preparations.items() if key[0] != model}
 
-    def snapshot(self) -> FleetSnapshot:
-        """Returns the input of `decide`."""
-        now, relocation = self.clock(), self.memory.relocation
+    def snapshot(self, revision: ResolvedRevision | None = None) -> FleetSnapshot:
+        """Returns the input of `decide`, now or right after the installation of another revision."""
+        shown, now = revision or self.current, self.clock()
+        memory = self.memory if revision is None else dataclasses.replace(self.memory, strategies={})
+        relocation = memory.relocation
         limit_s = 0.0
         if relocation is not None:
             limit_s = RELOCATION_S + max(view.deadlines.start_s for view in relocation.moving)
         return FleetSnapshot(
-            situation=self.situation(),
-            memory=self.memory,
-            engines=self.current.engines,
-            preparations=dict(self.preparations),
-            compiled_on=frozenset(self.compiled_on),
+            situation=self.situation(revision),
+            memory=memory,
+            engines=shown.engines,
+            preparations=self._preparations_of(shown),
+            compiled_on=self._compiled_on(shown),
             lost_hosts=self.lost,
             scaled=frozenset(self.records.state.scales),
-            held=self.hold is not None,
-            frozen=self.frozen,
-            in_canary=self.in_canary,
+            held=revision is None and self.hold is not None,
+            frozen=revision is None and self.frozen,
+            in_canary=self.in_canary if revision is None else revision.revision.canary is not None,
             may_relocate=now - self._relocated_at >= RELOCATION_S,
             relocation_late=relocation is not None and now - self._relocated_at > limit_s,
         )
+
+    def _preparations_of(self, shown: ResolvedRevision) -> dict[Key, Preparation]:
+        """Returns the preparations for the versions of a revision."""
+        versions = set(shown.versions.items())
+        return {key: preparation for key, preparation in self.preparations.items() if key[:2] in versions}
+
+    def _compiled_on(self, shown: ResolvedRevision) -> frozenset[Key]:
+        """Returns where starts of running versions, or of those of a revision, have nothing to compile."""
+        used = {(view.model, view.version) for view in self.views.values()}.union(shown.versions.items())
+        return frozenset(key for key in self.compiled_on if key[:2] in used)
 
     async def update_goal(self) -> Goal:
         """Decide anew, again if cores or a ready replica that the decision counts on are lost meanwhile. Most rounds of
@@ -382,21 +396,20 @@ class FleetState:
         failed = self.outcome is not None and self.outcome.state == "failed"  # no more attempts follow
         return held and not failed and self.counts.desired(model) > 0
 
-    def install(self, generation: ResolvedRevision, goal: Goal) -> None:
-        """Make an applied revision the current one; ``goal`` is that of its `situation`."""
-        if self.records.state.completed == self.current.number:
+    def install(self, generation: ResolvedRevision, decision: FleetDecision) -> None:
+        """Make an applied revision the current one; ``decision`` is that about its `snapshot`."""
+        if self._is_complete:
             self.stable = self.current
         self.current = generation
         for view in list(self.views.values()):  # the change may have fixed the cause
             self.views[view.id] = dataclasses.replace(view, stopped=False)
-        self.memory = dataclasses.replace(self.memory, strategies={})
         self.late.clear()
-        versions = set(generation.versions.items())
-        used = {(view.model, view.version) for view in self.views.values()} | versions
-        self.preparations = {key: preparation for key, preparation in self.preparations.items() if key[:2] in versions}
+        used = {(view.model, view.version) for view in self.views.values()}.union(generation.versions.items())
+        self.preparations = self._preparations_of(generation)
         self.pins.unpin(lambda pin: (pin.model, pin.version) not in used)
-        self.compiled_on = {key for key in self.compiled_on if key[:2] in used}
-        self.goal = goal  # the previous one describes the previous revision
+        self.compiled_on = set(self._compiled_on(generation))
+        self._commit(decision)
+        self._decided = self.views.changes, decision.after
         self.restart_progress()
         names = {model.name for model in generation.spec.models}
         self.counts.woken &= names

@@ -14,7 +14,8 @@ from orchestrator.fleet.replica_states import STARTING, State
 from orchestrator.records.journal_records import Revision, RolloutState
 from orchestrator.revisions.resolved_revision import ResolvedRevision
 from orchestrator.revisions.rollback import revert_changes
-from orchestrator.rollout.rollout_step import ModelStep, compute_goal
+from orchestrator.rollout.decide import decide
+from orchestrator.rollout.rollout_step import ModelStep
 from orchestrator.state.fleet_state import FleetState
 from placements.facts.topology import Machine
 from placements.spec.schema import ModelSpec
@@ -183,7 +184,6 @@ async def roll_back(state: FleetState, rollback: Rollback) -> None:
     """
     failed = state.current.number
     rollback = await state.in_thread(_narrowed, rollback, state.records.state.revisions, failed, state.machine)
-    goal = await state.in_thread(compute_goal, state.situation(rollback.to))
     before = rollback.to.revision
     canary = state.current.revision.canary if rollback.undone and state.in_canary else None
     revision = msgspec.structs.replace(
@@ -198,9 +198,11 @@ async def roll_back(state: FleetState, rollback: Rollback) -> None:
         plan={},
         canary=canary,
     )
+    restored = dataclasses.replace(rollback.to, revision=revision)
+    decision = await state.in_thread(decide, state.snapshot(restored))
     state.records.note(revision)
     _end_rollout(state, "rolled_back", rollback.cause)
     undone = " and ".join(map(str, rollback.undone))
     description = f"revision {failed} without the changes of {undone}" if undone else f"revision {before.number} again"
     state.records.event("warning", "RolledBack", f"revision {revision.number} is {description}")
-    state.install(dataclasses.replace(rollback.to, revision=revision), goal)
+    state.install(restored, decision)
