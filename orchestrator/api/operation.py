@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from functools import wraps
+from functools import cached_property, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from orchestrator.access.source_policy import SourcePolicy, allowed_by_setting, allowed_to_keys
@@ -45,13 +45,14 @@ class OperatedFleet:
     def settings(self) -> ControllerSettings:
         return self.controller.settings
 
-    @property
+    @cached_property  # it parses the spec of `up`
     def allowed(self) -> SourcePolicy:
         """The places and programs that a spec of the caller may name."""
         return (allowed_to_keys if self.by_key else allowed_by_setting)(self.settings)
 
+    @cached_property
     def for_keys(self) -> OperatedFleet:
-        """Returns the fleet for a caller with an API key."""
+        """The fleet for a caller with an API key."""
         return dataclasses.replace(self, by_key=True)
 
 

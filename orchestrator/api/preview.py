@@ -102,7 +102,8 @@ async def read_spec(
     problems = (*spec_file.problems, *start_problems(spec_file), *_other_name(fleet, spec_file))
     if spec_file.spec is None or has_errors(problems):
         count = sum(problem.severity == "error" for problem in problems)
-        raise _spec_refused(fleet, f"{spec.file} has {counted(count, 'error')}: nothing was applied", problems)
+        complaint = f"has {counted(count, 'error')}: nothing was applied"
+        raise _spec_refused(fleet, spec.file, complaint, problems)
     revision = Revision(
         number=state.next_number,
         fleet=fleet.settings.fleet,
@@ -129,11 +130,12 @@ async def _refuse_oversized(fleet: OperatedFleet, spec_file: SpecFile) -> None:
         raise OperationRefused("never-fits", what, hint, status=422, problems=missing)
 
 
-def _spec_refused(fleet: OperatedFleet, what: str, problems: Sequence[Problem]) -> OperationRefused:
+def _spec_refused(fleet: OperatedFleet, file: str, complaint: str, problems: Sequence[Problem]) -> OperationRefused:
     hint = "corewright validate SPEC shows the problems"
-    if fleet.by_key and any(problem.id in BARRED for problem in problems):
-        hint = "an API key may not use these sources or programs: apply it on the fleet's host, with its token"
-    return OperationRefused("spec-invalid", what, hint, status=422, problems=problems)
+    if fleet.by_key and (barred := [problem for problem in problems if problem.id in BARRED]):
+        complaint, problems = "names sources or programs that an API key may not use", barred
+        hint = "apply it on the fleet's host, with the token of fleet.json"
+    return OperationRefused("spec-invalid", f"{file} {complaint}", hint, status=422, problems=problems)
 
 
 def _other_name(fleet: OperatedFleet, spec_file: SpecFile) -> Iterator[Problem]:
@@ -286,8 +288,8 @@ async def explain(fleet: OperatedFleet, request: SpecToExplain) -> ModelExplanat
     )
     barred = [problem for problem in spec_file.problems if problem.id in BARRED]
     if spec_file.spec is None or barred:
-        what = "names sources or programs that are not allowed" if barred else "is not a spec"
-        raise _spec_refused(fleet, f"{request.file} {what}", spec_file.problems)
+        complaint = "names sources or programs that are not allowed" if barred else "is not a spec"
+        raise _spec_refused(fleet, request.file, complaint, spec_file.problems)
     _refuse_other_hosts(fleet, spec_file)
     spec = spec_file.spec.model(request.model)
     if spec is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -163,10 +164,22 @@ def live(fleet: OperatedFleet, with_requests: bool) -> LiveView:
         name: {**figures, "cold": changes.get((name, "Woken"), 0)}
         for name, figures in fleet.controller.load.now().items()
     }
-    record = Home(Path(fleet.settings.home)).read_record()
-    dashboard = (record and record.dashboard_url) or None
+    try:
+        dashboard = _dashboard_url(fleet.settings.home)
+    except LookupError:
+        dashboard = None
     shown = requests(fleet).requests if with_requests else None
     return LiveView(load, RayLinks(dashboard, _in_ray(fleet)), shown)
+
+
+@cache
+def _dashboard_url(home: str) -> str:
+    """Returns the address of Ray's dashboard, which does not change while a fleet runs. Raises LookupError if it is not
+    known yet."""
+    record = Home(Path(home)).read_record()
+    if record is None or not record.dashboard_url:
+        raise LookupError(home)
+    return record.dashboard_url
 
 
 def _in_ray(fleet: OperatedFleet) -> dict[str, ReplicaInRay]:

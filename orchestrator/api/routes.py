@@ -14,7 +14,7 @@ import msgspec
 
 from orchestrator.api import preview, queries, replicas, revisions
 from orchestrator.api.operation import OperatedFleet
-from orchestrator.api.schemas import Fields, Refusal
+from orchestrator.api.schemas import EmptyBody, Fields, Refusal
 from orchestrator.fleet.controller_settings import ADMIN_PATH
 from orchestrator.gateway.http.route import components, json_content, json_response, operation_id
 from orchestrator.process.version import corewright_version
@@ -57,8 +57,8 @@ class AdminRoute:
 
     @cached_property
     def request(self) -> type[Fields]:
-        """The type of the request; ``Fields`` if it has no fields."""
-        request: type[Fields] = get_type_hints(self.handler).get("request", Fields)
+        """The type of the request; ``EmptyBody`` if it has no fields."""
+        request: type[Fields] = get_type_hints(self.handler).get("request", EmptyBody)
         return request
 
     @cached_property
@@ -70,7 +70,7 @@ class AdminRoute:
 
     async def call(self, fleet: OperatedFleet, request: Fields, by: str) -> Any:
         """Returns the answer. Raises OperationRefused."""
-        arguments = [request] if self.request is not Fields else []
+        arguments = [request] if self.request is not EmptyBody else []
         answer = self.handler(fleet, *arguments, *([by] if self.changes else []))
         return await answer if inspect.isawaitable(answer) else answer
 
@@ -109,7 +109,11 @@ ROUTES = documented(
         _get("/logs", "The last lines of a replica's log, or what follows `offset`.", queries.logs, 404),
         _get("/trace", "The recorded requests: time, lengths, key and durations, without texts.", queries.trace),
         _get("/speeds", "The speeds that the fleet has measured, by the shape of the replicas.", queries.speeds),
-        _get("/load", "The load of each model: a sample every 10 s of the last hour.", queries.load_history),
+        _get(
+            "/load",
+            "Queue, running requests, tokens per second and latencies of each model: a sample every 10 s of an hour.",
+            queries.load_history,
+        ),
         _get(
             "/requests",
             "The requests in queues and slots, and those that have ended while they were queried.",
@@ -157,7 +161,7 @@ def openapi(routes: Sequence[AdminRoute]) -> dict[str, Any]:
     """Returns the OpenAPI 3.1 document of the routes."""
     types = dict.fromkeys([kind for route in routes for kind in (route.request, *route.answers)] + [Refusal])
     references, schemas = components(list(types))
-    queries = {route.request.__name__ for route in routes if route.method == "GET"} - {Fields.__name__}
+    queries = {route.request.__name__ for route in routes if route.method == "GET"} - {EmptyBody.__name__}
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
         kinds = [references[answer] for answer in route.answers] or [{"type": "object"}]
@@ -170,7 +174,7 @@ def openapi(routes: Sequence[AdminRoute]) -> dict[str, Any]:
         if route.method == "POST":
             required = bool(schemas[route.request.__name__].get("required"))
             operation["requestBody"] = {"required": required, "content": json_content(references[route.request])}
-        elif route.request is not Fields:
+        elif route.request is not EmptyBody:
             operation["parameters"] = _parameters(route, schemas[route.request.__name__])
         common = (400, 401, 403, 413, 500) if route.method == "POST" else (400, 401, 403, 500)
         for status in sorted({*common, *route.refusals}):

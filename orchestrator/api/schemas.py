@@ -25,6 +25,10 @@ class Fields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The fields of a request; as it is, a request without fields."""
 
 
+class EmptyBody(Fields, frozen=True):
+    """No fields."""
+
+
 class SpecText(Fields, frozen=True, kw_only=True):
     """The text of a spec file."""
 

@@ -21,7 +21,7 @@ from orchestrator.access.keys import ApiKey, KeyFile
 from orchestrator.api import queries
 from orchestrator.api.operation import OperatedFleet
 from orchestrator.api.routes import ROUTES, AdminRoute, console_calls
-from orchestrator.api.schemas import EventsQuery, Fields, OperationRefused, Reason, Refusal
+from orchestrator.api.schemas import Applied, EventsQuery, Fields, OperationRefused, Reason, Refusal, Undone
 from orchestrator.console.fleet_feed import ConsoleSource, FleetFeed
 from orchestrator.console.page import CONSOLE_PATH, PLAYGROUND_PATH, ConsolePage, Playground
 from orchestrator.fleet.controller_settings import ADMIN_PATH, BY_HEADER
@@ -170,7 +170,7 @@ class AdminApi:
         self, route: AdminRoute, values: Mapping[str, str], request: Request, key: ApiKey | None
     ) -> bytes | ApiError:
         audit, by = self._audit, _by(request, key)
-        fleet = self._fleet if key is None else self._fleet.for_keys()
+        fleet = self._fleet if key is None else self._fleet.for_keys
         try:
             fields = _body(route, request) if route.method == "POST" else _query(route, request, values)
             if not route.changes:
@@ -184,7 +184,7 @@ class AdminApi:
         outcome: bytes | ApiError
         try:
             answer = await route.call(fleet, fields, by)
-            revision = getattr(answer, "revision", None)
+            revision = answer.revision if isinstance(answer, Applied | Undone) else None
             outcome = _json(answer)
         except Exception as error:  # noqa: BLE001  # every error becomes a response
             outcome = failed = _response_to(route, error)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import mimetypes
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
@@ -70,8 +70,22 @@ class ConsolePage:
         """``url`` is the public address of the page, as `console_url`; ``calls`` are the admin API's methods and paths
         by the names of the operations."""
         parts = urlsplit(url or "")
-        self._name, self._origin = parts.hostname or "", f"{parts.scheme}://{parts.netloc}"
+        self._name, self._origin = parts.hostname or "", f"{parts.scheme}://{parts.netloc}" if url else ""
         self._calls = calls
+
+    @cached_property
+    def _facts(self) -> bytes:
+        """The JSON of `FACTS`, made once: the schema of specs takes milliseconds."""
+        topologies = {name: {"devices": facts.devices, "link": facts.link} for name, facts in TOPOLOGIES.items()}
+        return msgspec.json.encode(
+            {
+                "version": corewright_version(),
+                "topologies": topologies,
+                "schema": json_schema(),
+                "tables": dict(PAGE_TABLES),
+                "calls": self._calls,
+            }
+        )
 
     def has(self, path: str) -> bool:
         """Returns whether a path is the page or one of its files."""
@@ -89,9 +103,7 @@ class ConsolePage:
             return
         name = request.path.removeprefix(f"{CONSOLE_PATH}/") or "index.html"
         content, kind = _files()[name]
-        if name == FACTS:
-            content = msgspec.json.encode({**_facts(), "calls": self._calls})
-        exchange.respond(200, [content], headers=HEADERS, content_type=kind)
+        exchange.respond(200, [self._facts if name == FACTS else content], headers=HEADERS, content_type=kind)
 
     def refuse_others(self, headers: Mapping[bytes, bytes]) -> None:
         """Raises ApiError for a request that a page of another origin, or of a name that was rebound to loopback, sent.
@@ -133,16 +145,6 @@ def _files() -> Mapping[str, tuple[bytes, bytes]]:
 def _type(path: Path) -> bytes:
     kind = {".js": "text/javascript"}.get(path.suffix) or mimetypes.guess_type(path.name)[0] or "text/plain"
     return f"{kind}; charset=utf-8".encode() if kind.startswith("text/") else kind.encode()
-
-
-def _facts() -> dict[str, object]:
-    topologies = {name: {"devices": facts.devices, "link": facts.link} for name, facts in TOPOLOGIES.items()}
-    return {
-        "version": corewright_version(),
-        "topologies": topologies,
-        "schema": json_schema(),
-        "tables": dict(PAGE_TABLES),
-    }
 
 
 class Entrance(NamedTuple):

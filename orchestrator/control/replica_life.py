@@ -142,7 +142,7 @@ class ReplicaLives:
     def _begin(self, view: ReplicaView) -> ReplicaLife:
         start = self.table.starts[view.id] = ReplicaStart(view.id, view.epoch)
         life = ReplicaLife(start, self)
-        self.spawn(life.live())
+        start.living = self.spawn(life.live())
         return life
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -172,11 +172,16 @@ class ReplicaLives:
         return True
 
     def resume(self) -> None:
-        """Watch replicas again whose watch has failed: otherwise their death would go unnoticed."""
+        """Continue lives and watches that have failed: otherwise a death would go unnoticed, or cores would stay
+        taken."""
         for id, view in self.state.views.items():
             start = self.table.starts[id]
-            over = all(task is None or task.done() for task in (start.preparing, start.process))
-            if over and view.state in WATCHED and not view.gone:
+            if view.gone:
+                continue
+            if start.living is None or start.living.done():
+                start.living = self.spawn(ReplicaLife(start, self).live())
+            latest = start.process or start.preparing
+            if view.state in WATCHED and (latest is None or latest.done()):
                 start.process = self.spawn(ReplicaLife(start, self).watch())
 
     async def shut_down(self, id: str, drain_s: float) -> None:
@@ -222,7 +227,7 @@ class ReplicaLife:
             elif turn is Turn.END:
                 if self.start.preparing is not None:
                     self.start.preparing.cancel()
-            elif await self._confirm_death():
+            elif await self._release():
                 return
 
     async def prepare(self, config: ReplicaConfig) -> None:
@@ -231,7 +236,8 @@ class ReplicaLife:
         steps = StartSteps(state, self.lives.cluster, self.lives.hosts, self)
         async with self._boundary(config):
             if not adopted:
-                config = state.configs[self.start.id] = await steps.resolve(config)
+                config = await steps.resolve(config)
+                state.configs[self._starting.id] = config
             config = await steps.fetch(config, again=adopted)
             if not adopted:
                 await steps.compile(config)
@@ -373,22 +379,28 @@ class ReplicaLife:
         if current is not None and current.state is State.DRAINING:
             self.lives.table.signal(current, Signal.STOP, "drained")
 
-    async def _confirm_death(self) -> bool:
-        """Returns whether the host has confirmed that the process is dead, which frees its cores."""
-        view, dead = self._view, False
+    async def _release(self) -> bool:
+        """Returns whether the host has confirmed that the process is dead, and its cores are free."""
+        try:
+            with task_boundary(log, "the end of %s failed; it is retried in the next round", self.start.id):
+                return await self._is_released()
+            return False
+        finally:
+            self.start.releasing = False
+
+    async def _is_released(self) -> bool:
+        view = self._view
         if view is None:
             return True
-        with task_boundary(log, "the end of %s failed; it is retried in the next round", view.id):
-            await self.lives.state.records.durable()
-            dead = await self.lives.cluster.end(view.actor, view.pid, view.started, view.host)
-            if dead:
-                self.lives.hosts.note_death(view)
-                tail = tuple((await self._last_log(view)).text.splitlines())
-                if (current := self._view) is not None:
-                    self.lives.table.store(dataclasses.replace(current.without_work(), gone=True, log=tail))
-                self.lives.table.wake()
-        self.start.releasing = False
-        return dead
+        await self.lives.state.records.durable()
+        if not await self.lives.cluster.end(view.actor, view.pid, view.started, view.host):
+            return False
+        self.lives.hosts.note_death(view)
+        tail = tuple((await self._last_log(view)).text.splitlines())
+        if (current := self._view) is not None:
+            self.lives.table.store(dataclasses.replace(current.without_work(), gone=True, log=tail))
+        self.lives.table.wake()
+        return True
 
     async def _last_log(self, view: ReplicaView) -> LogText:
         """Returns the end of the replica's log; nothing if its host does not reply in time: neither an unresponsive

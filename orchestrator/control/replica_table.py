@@ -26,7 +26,7 @@ class Turn(Enum):
     """What a replica's coroutine has to do next."""
 
     DRAIN = auto()  # let its live requests end
-    END = auto()  # leave its process alone, which is to be killed
+    END = auto()  # cancel its preparation; its process is killed at RELEASE
     RELEASE = auto()  # have its host confirm that the process is dead
 
 
@@ -42,6 +42,7 @@ class ReplicaStart:
     epoch: int
     turns: asyncio.Queue[Turn] = field(default_factory=asyncio.Queue)
     status: ReplicaStatus | None = None  # the last report
+    living: asyncio.Task[None] | None = None  # its coroutine
     preparing: asyncio.Task[None] | None = None  # makes its host ready
     process: asyncio.Task[None] | None = None  # starts and watches its process
     releasing: bool = False

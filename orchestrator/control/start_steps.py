@@ -87,8 +87,8 @@ class StartSteps:
             async with aclosing(self.cluster.fetch(artifact, config.host)) as replies:
                 async for reply in replies:
                     if isinstance(reply, Failure):
-                        self.hosts.fetch_failed(config.model)
                         self.progress.note("error", "FetchFailed", str(reply))
+                        self.hosts.fetch_failed(config.model)
                         raise StartFailed(reply)
                     if isinstance(reply, FetchedArtifact):
                         landed[keys] = reply
@@ -101,10 +101,10 @@ class StartSteps:
         moved = sum(artifact.moved for artifact in artifacts)
         if again and not moved:
             return
-        self.hosts.fetch_ended(model, moved, seconds)
         warning = "; ".join(artifact.warning for artifact in artifacts if artifact.warning)
         message = fetched_text(sum(artifact.bytes for artifact in artifacts), moved, seconds, warning)
         self.progress.note("warning" if warning else "info", "Fetched", message)
+        self.hosts.fetch_ended(model, moved, seconds)
 
     async def check(self, config: ReplicaConfig) -> None:
         """Check without cores whether a replica can load what is on its host, before an old one stops for it."""

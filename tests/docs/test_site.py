@@ -71,7 +71,6 @@ def test_a_fence_has_one_word_on_the_site() -> None:
     )
 
 
-@pytest.mark.slow  # 7 s of CPU time; other tests follow the links
 def test_the_site_builds_without_warnings_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
     """`mkdocs build --strict`, as `make docs` runs it. No page has a script, style, font or image of another site."""
     pytest.importorskip("material", reason="the site needs mkdocs-material, which needs Python 3.11")

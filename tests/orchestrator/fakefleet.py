@@ -445,6 +445,7 @@ class FakeFleet:
             instance=None,
         )
         self.calls: list[tuple[Any, ...]] = []
+        self.for_keys: FakeFleet = self  # for callers with a key
         self.told_status = copy.deepcopy(STATUS)
         self.told_plan = copy.deepcopy(PLAN)
         self.told_window = copy.deepcopy(WINDOW)
@@ -467,10 +468,6 @@ class FakeFleet:
         self.calls.append(call)
         if self.refusal is not None:
             raise self.refusal
-
-    def for_keys(self) -> FakeFleet:
-        """The fleet for a caller with a key."""
-        return self
 
     def status(self) -> FleetStatus:
         return status_of(self.told_status, self.rollouts[0])

@@ -76,7 +76,7 @@ def _pattern(route: HttpRoute) -> re.Pattern[str]:
     texts = re.split(r"\{(\w+)\}", route.path)  # every second one is a name
     rest = len(texts) - 2 if route.takes_rest else -1
     parts = [
-        f"(?P<{text}>{'.+' if position == rest else '[^/]+'})" if position % 2 else re.escape(text)
+        f"(?P<{text}>{'.*' if position == rest else '[^/]+'})" if position % 2 else re.escape(text)
         for position, text in enumerate(texts)
     ]
     return re.compile("".join(parts))

@@ -545,7 +545,7 @@ def test_a_request_with_a_key_acts_for_a_caller_with_a_key(
     """So that its specs may name less; one with the fleet's token does not."""
     _, key = KeyFile(Home(Path(admin.fleet.settings.home)).keys).create("ops", scopes=("admin",))
     for_keys = FakeFleet()
-    monkeypatch.setattr(admin.fleet, "for_keys", lambda: for_keys)
+    monkeypatch.setattr(admin.fleet, "for_keys", for_keys)
     for token in (key, TOKEN):
         assert asking(token).post("rollout/undo", json={"to": 2}).status_code == 200
     assert for_keys.calls == [("undo", 2, "me@there (key ops)")]
@@ -558,7 +558,7 @@ def answered(verb: str, home: Path, text: str, base_dir: str, *, by_key: bool = 
     async def play() -> list[str]:
         async with Played(home, FakeCluster(), ECHO) as played:
             await played.settled()
-            operator = Operations(played.fleet.for_keys() if by_key else played.fleet)
+            operator = Operations(played.fleet.for_keys if by_key else played.fleet)
             more: dict[str, Any] = {"apply": {"by": "me"}, "explain": {"model": "a"}}.get(verb, {})
             try:
                 await getattr(operator, verb)(text, "f.yaml", base_dir, **more)
@@ -618,7 +618,7 @@ def test_a_key_cannot_repeat_a_revision_that_it_could_not_apply(to: int | None, 
             await played.settled()
             await played.apply(f"{ECHO}# another text\n")
             with pytest.raises(OperationRefused) as refused:
-                await Operations(played.fleet.for_keys()).undo(to, "me")
+                await Operations(played.fleet.for_keys).undo(to, "me")
             return [problem.id for problem in refused.value.problems]
 
     assert virtually(play) == ["interpreter-not-allowed"]

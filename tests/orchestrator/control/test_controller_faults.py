@@ -12,6 +12,7 @@ import msgspec.structs
 import pytest
 
 from orchestrator.fleet.effects import HostLost, LogText
+from orchestrator.fleet.snapshot import ReplicaView
 from tests.orchestrator import fakes
 from tests.orchestrator.elsewhere import forbid_remote_sources
 from tests.orchestrator.fakes import FakeCluster, Played, virtual, virtually
@@ -63,6 +64,29 @@ def test_an_unreadable_log_holds_no_cores(tmp_path: Path) -> None:
         await fleet.settled()
         assert len(cluster.started) == 2
         assert cluster.questions == 1
+
+    play(tmp_path, cluster, story)
+
+
+@pytest.mark.parametrize("error", [OSError("no room"), asyncio.CancelledError()], ids=["an error", "a cancelled call"])
+def test_cores_become_free_although_the_step_after_a_confirmed_death_fails_once(
+    tmp_path: Path, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next round has the death confirmed again, and the replica is restarted on its cores."""
+    cluster, failures = FakeCluster(), [error]
+
+    async def story(fleet: Played) -> None:
+        note_death = fleet.controller.hosts.note_death
+
+        def failing(view: ReplicaView) -> None:
+            if failures:
+                raise failures.pop()
+            note_death(view)
+
+        monkeypatch.setattr(fleet.controller.hosts, "note_death", failing)
+        await cluster.find("m/0").die("killed")
+        await fleet.settled()
+        assert (len(cluster.started), failures) == (2, [])
 
     play(tmp_path, cluster, story)
 

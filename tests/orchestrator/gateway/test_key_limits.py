@@ -232,6 +232,20 @@ def test_every_response_to_a_limited_key_has_its_limits(replica: Callable[..., S
         live.close()
 
 
+def test_requests_with_a_key_without_limits_are_not_counted(replica: Callable[..., Served]) -> None:
+    live = LiveGateway()
+    try:
+        _, text = KeyFile(Home(live.home).keys).create("ci")
+        live.serve(routes("m", replica()))
+        until(lambda: live.http.get("/v1/models").status_code == 401, 5, "a key is required")
+        body = {"model": "m", "prompt": "hello", "max_tokens": 7}
+        answer = live.http.post("/v1/completions", json=body, headers={"Authorization": f"Bearer {text}"})
+        assert answer.status_code == 200
+        assert live._server.gateway._limits.report(time.monotonic()) == []
+    finally:
+        live.close()
+
+
 def test_a_disconnected_client_frees_its_place(replica: Callable[..., Served]) -> None:
     """And its reservation."""
     live = LiveGateway()

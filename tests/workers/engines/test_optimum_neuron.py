@@ -87,7 +87,6 @@ def test_sampling_on_the_device_is_refused_where_the_package_has_none(
     assert (error.id, error.hint) == ("bad-engine-option", "set `sampling: host`")
 
 
-@pytest.mark.compile
 def test_an_export_in_a_process_of_its_own_is_reused(
     neuron: Neuron, sources: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
