@@ -533,7 +533,8 @@ class Up:
         try:
             self._start_controller()
         except Exception:
-            if (owner := cluster.owner_of(name)) is None or owner.fleet == fleet:
+            # an own Ray ends anyway, and may be what has failed
+            if not self._owns_ray and ((owner := cluster.owner_of(name)) is None or owner.fleet == fleet):
                 cluster.remove_fleet(name)
             raise
 
