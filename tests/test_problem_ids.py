@@ -121,7 +121,7 @@ def test_processes_that_do_not_die_are_told(daemon: Up, monkeypatch: pytest.Monk
     """With their pids; nothing new is started over them."""
     monkeypatch.setattr(up_module, "daemon_alive", lambda record: True)
     monkeypatch.setattr(up_module, "end_leftovers", lambda home, fleet, deadline: [11, 12])
-    daemon.home.write_record(daemon._record)
+    daemon.home.write_record(daemon._new_record())
     with pytest.raises(Failed, match="do not exit: 11, 12") as raised:
         daemon._end_previous()
     assert raised.value.problem.id == "leftover-processes"

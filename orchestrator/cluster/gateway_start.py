@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import socket
 import ssl
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -72,6 +73,16 @@ def not_started(gateways: Sequence[GatewayInFleet], places_on: str, log: str) ->
     what = "; ".join(causes) or f"no machine of the cluster has one by the setting gateways_on: {places_on}"
     hint = f"see {log} on that machine; the fleet runs without it: `corewright down`"
     raise Failed("gateway-not-started", f"no gateway starts: {what}", hint)
+
+
+def listens(url: str) -> bool:
+    """Returns whether something accepts connections at that address."""
+    address = urlsplit(url)
+    try:
+        socket.create_connection((address.hostname or "", address.port or 0), ANSWER_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def is_waiting(url: str) -> bool:

@@ -42,6 +42,7 @@ from orchestrator.cluster.gateway_start import (
     are_starting,
     client_url,
     gateway_url,
+    listens,
     loopback_warning,
     not_started,
     wait_for_gateway,
@@ -142,7 +143,9 @@ class Up:
         )  # signal, `down`, failure; None: done
         self._threads: list[threading.Thread] = []
         self._mark: Callable[[bytes], object] = lambda mark: None
-        self._record = self._new_record()
+        self._fleet = secrets.token_hex(8)
+        self._pid = os.getpid()  # the child's record names this process
+        self._record: FleetRecord  # of the fleet, as the child has written it
         self._cpus = this_host.usable_cpus()
         self._ray: OwnRay | None = None
         self._serve_up = False
@@ -217,16 +220,16 @@ class Up:
     def _audit_fields(self) -> dict[str, Any]:
         spec, gateway = self._spec, self._options.gateway
         fields = {"text": spec.text, "file": spec.file, "base_dir": spec.base_dir}
-        address = {} if self._owns_ray else {"ray_address": spec.ray_address}
-        listens = {"host": gateway.host, "port": gateway.port, "insecure": gateway.insecure}
-        return {**fields, **address, **listens, "tls": gateway.tls_cert is not None}
+        address = {"host": gateway.host, "port": gateway.port, "insecure": gateway.insecure}
+        more = {"tls": gateway.tls_cert is not None} if self._owns_ray else {"ray_address": spec.ray_address}
+        return {**fields, **address, **more}
 
     def _new_record(self) -> FleetRecord:
         """Returns the fleet's record, without what the connection to Ray adds. On a joined cluster, the controller
         completes it with its port and its process."""
         gateway, own = self._options.gateway, self._owns_ray
         return FleetRecord(
-            fleet=secrets.token_hex(8),
+            fleet=self._fleet,
             name=self._spec.name,
             url=gateway_url(gateway) if own else "",
             listens=gateway.host,
@@ -234,8 +237,8 @@ class Up:
             token=secrets.token_urlsafe(32),
             dashboard_url=None,
             ray_address="",
-            pid=os.getpid() if own else 0,
-            started=(this_host.process_start(os.getpid()) or 0.0) if own else 0.0,
+            pid=self._pid if own else 0,
+            started=(this_host.process_start(self._pid) or 0.0) if own else 0.0,
             version=corewright_version(),
             on_cluster=not own,
             console_url=self._options.console_url,
@@ -271,25 +274,36 @@ class Up:
             event = signal.Signals(end.code).name if end.code in SIGNALS else str(end)
         except Exception as error:  # noqa: BLE001 - it is reported
             event = _as_failed(error)
-        if self._serve_up and isinstance(event, str) and self._follower.ready.wait(READY_NEWS_S):
+        if isinstance(event, str) and self._serves():
             with contextlib.suppress(Failed):  # the audit log cannot be written
-                self._note_ready()  # it serves already, before Serve has all gateways running
-        self._follower.ending = True
-        code = self._report_end(event)  # before Ray is shut down, which may end this process
-        self._mark(REPORTED)
-        if self._owns_ray:
-            try:
-                with self._report.waiting(lambda: "running requests, replicas and Ray to end"):
-                    self._take_down()
-            finally:
-                if self._end_everything() is None:
-                    self._mark(GONE)
-                    self._report("stopped")
+                self._note_ready()
+        with self._noting:
+            self._follower.ending = True
+        try:
+            code = self._report_end(event)  # before Ray is shut down, which may end this process
+            self._mark(REPORTED)
+        finally:
+            if self._owns_ray:
+                self._end_ray()
         return code
+
+    def _serves(self) -> bool:
+        """Returns whether the fleet serves already, although Serve has not reported that its gateway runs."""
+        return self._serve_up and self._follower.ready.wait(READY_NEWS_S) and listens(self._record.url)
+
+    def _end_ray(self) -> None:
+        try:
+            with self._report.waiting(lambda: "running requests, replicas and Ray to end"):
+                self._take_down()
+        finally:
+            if self._end_everything() is None:
+                self._mark(GONE)
+                self._report("stopped")
 
     def _report_end(self, event: str | Failed | None) -> int:
         """Report the end of this command by its cause, also in the audit log. Returns the exit code."""
-        outcome, code = "failed", 1
+        outcome: str | None = "failed"
+        code = 1
         if isinstance(event, Failed):
             outcome, line = event.problem.id, render([event.problem]).rstrip("\n")
         elif self._owns_ray and self._is_ready:
@@ -300,9 +314,11 @@ class Up:
         elif self._owns_ray or (event == DOWN and not self._is_ready):
             line = f"{event}: ended before the fleet was ready"
         elif event == DOWN:
-            line, code = f"the fleet {self._spec.name} has ended", 0
+            line = f"the fleet {self._spec.name} has ended"
+            outcome, code = None, 0
         elif event is None:
-            line, code = f"the fleet {self._spec.name} runs on the cluster; `corewright down` stops it", 0
+            line = f"the fleet {self._spec.name} runs on the cluster; `corewright down` stops it"
+            outcome, code = None, 0
         else:
             runs = f"the fleet {self._spec.name} runs on; stop it with `corewright down`"
             line = f"{event}: {runs if self._runs else 'nothing was started'}"
@@ -321,13 +337,14 @@ class Up:
             with contextlib.suppress(OSError):  # a full disk
                 self.home.write_record(msgspec.structs.replace(record, ending=True))
 
-    def _audit_end(self, outcome: str, *, was_ready: bool) -> None:
-        """Record the outcome of this `up`, or the end of its fleet if that was ready and ends with it."""
+    def _audit_end(self, outcome: str | None, *, was_ready: bool) -> None:
+        """Record the outcome of this `up`, or the end of its fleet if that was ready and ends with it. None: it has no
+        further outcome."""
         try:
-            if not was_ready:
-                self._audit.finish(self._line, outcome)
-            elif self._owns_ray:
+            if self._owns_ray and was_ready:
                 self._audit.finish(self._audit.begin("up", "end", {"reason": outcome}, by=caller()), "done")
+            elif outcome is not None:
+                self._audit.finish(self._line, outcome)
         except Failed as failed:  # an end cannot be refused
             log.error("%s", failed)
 
@@ -348,8 +365,10 @@ class Up:
             wait_for_gateway(record.url, self._go_on)
         self._go_on()
         self._note_ready()
+        self._go_on()
         with contextlib.suppress(OSError):  # as in `report_if_possible`
             on_ready(record)
+        self._go_on()
         if spec.detach:
             self._events.put(None)
             return
@@ -363,7 +382,7 @@ class Up:
 
     def _note_ready(self) -> None:
         with self._noting:
-            if not self._is_ready:
+            if not self._is_ready and not self._follower.ending:
                 self._audit.finish(self._line, "ready")
                 self._is_ready = True
                 self._mark(READY)
@@ -406,7 +425,8 @@ class Up:
     def _start_ray(self) -> None:
         """Start the fleet's own Ray. On the main thread: Ray ends with the thread that has started it."""
         home, spec = self.home, self._spec
-        os.environ[FLEET_VARIABLE] = self._record.fleet
+        self._record = self._new_record()
+        os.environ[FLEET_VARIABLE] = self._fleet
         os.environ["COREWRIGHT_HOME"] = str(home.path)
         home.write_record(self._record)  # before any process starts, so that the next `up` finds leftovers
         if len(spec.hosts) == 1:
@@ -454,6 +474,7 @@ class Up:
         """Connect to the cluster, and survey its machines."""
         address = self._spec.ray_address
         assert address is not None
+        self._record = self._new_record()
         self._report("reaching the Ray cluster")
         os.chdir(self.home.path)  # Ray lets all workers import from here, and there may be another corewright
         os.environ.pop(FLEET_VARIABLE, None)  # of a fleet whose processes are found by it
@@ -525,8 +546,7 @@ class Up:
         if owner is not None or controller is not None:
             self._report(f"removing what an earlier fleet {name} has left")
             cluster.remove_fleet(name)
-        fleet = self._record.fleet
-        if not cluster.claim_name(cluster.ClusterOwner.here(fleet, name, f"{user}@{platform.node()}", home)):
+        if not cluster.claim_name(cluster.ClusterOwner.here(self._fleet, name, f"{user}@{platform.node()}", home)):
             message = f"another `up` has just started a fleet {name} on this Ray cluster"
             raise Failed("fleet-already-running", message, "try again")
         self._report("starting the controller and the replicas")
@@ -534,7 +554,7 @@ class Up:
             self._start_controller()
         except Exception:
             # an own Ray ends anyway, and may be what has failed
-            if not self._owns_ray and ((owner := cluster.owner_of(name)) is None or owner.fleet == fleet):
+            if not self._owns_ray and ((owner := cluster.owner_of(name)) is None or owner.fleet == self._fleet):
                 cluster.remove_fleet(name)
             raise
 
@@ -650,7 +670,7 @@ class Up:
 
     def _end_everything(self) -> str | None:
         """Kill the remaining processes, and remove the record. Returns what could not be removed, or None."""
-        pids = end_leftovers(self.home, self._record.fleet, LAST_DEADLINE_S)
+        pids = end_leftovers(self.home, self._fleet, LAST_DEADLINE_S)
         if pids:
             return f"processes do not exit: {', '.join(map(str, pids))}"
         try:

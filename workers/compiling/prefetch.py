@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import subprocess
 import sys
@@ -26,9 +25,6 @@ from workers.neff_cache.candidates import candidates
 from workers.neff_cache.compiled_artifacts import compiles as compiles
 from workers.neff_cache.predict import ArtifactCandidate, Prediction, predict
 
-log = logging.getLogger(__name__)
-
-POLL_S = 0.5
 _OF_ONE_REPLICA = {"replica": 0, "epoch": 0, "socket": "", "token": "", "log": "", "credentials": None, "cores": []}
 GIVEN = ("nxd-inference", "optimum-neuron")  # they compile, except for a precompiled source
 ASK_S = 120.0  # to import an engine's package on a busy host
@@ -216,27 +212,18 @@ def answers(
     order = Order(config=config, push=push, make=make)
     arguments = ("workers.compiling.build", command)
     with json_process.running(
-        arguments, order, python=config.python, env=config.env, log_file=config.log, warm=warm
+        arguments,
+        order,
+        python=config.python,
+        env=config.env,
+        log_file=config.log,
+        warm=warm,
+        stop=stop,
+        limit_s=limit_s,
     ) as process:
         assert process.stdout is not None
-        watch = threading.Thread(target=_end_when, args=(process, stop, limit_s), name="build", daemon=True)
-        watch.start()
         for line in process.stdout:
             yield msgspec.json.decode(line, type=Reply)
         process.wait()
-        watch.join()
         if stop.is_set():
             raise Stopped(f"stopped {command} of {config.model}: it has no waiters left")
-
-
-def _end_when(process: subprocess.Popen[bytes], stop: threading.Event, limit_s: float | None) -> None:
-    waited_s = 0.0
-    while process.poll() is None:
-        if stop.wait(POLL_S):
-            process.kill()
-            return
-        waited_s += POLL_S
-        if limit_s is not None and waited_s > limit_s:
-            log.warning("process %d has not answered within %.0f s", process.pid, limit_s)
-            process.kill()
-            return

@@ -13,6 +13,7 @@ import os
 import shlex
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -24,6 +25,9 @@ from workers.host.fork_client import ATTACHED
 from workers.host.process_tree import end_marked, end_with
 from workers.messages.replica_config import NEVER_SET
 
+log = logging.getLogger(__name__)
+
+POLL_S = 0.5  # between two looks at a child that may have to be stopped
 END_S = 10.0  # for the processes of a child to be gone
 
 
@@ -80,13 +84,18 @@ def running(
     env: Mapping[str, str],
     log_file: str,
     warm: str | None = None,
+    stop: threading.Event | None = None,
+    limit_s: float | None = None,
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Runs a child as `start` and sends its request. When the context ends, the child is killed, with all processes
-    that it has started. Raises OSError."""
+    """Runs a child as `start` and sends its request. The child is killed soon after ``stop`` is set, and after
+    ``limit_s``, also if it has not read its request yet. When the context ends, it is killed with all processes that it
+    has started. Raises OSError."""
     process = start(arguments, python=python, env=env, log_file=log_file, warm=warm)
     started = host_facts.process_start(process.pid)
     assert process.stdin is not None
     assert process.stdout is not None
+    if stop is not None or limit_s is not None:
+        threading.Thread(target=_end_when, args=(process, stop or threading.Event(), limit_s), daemon=True).start()
     try:
         with contextlib.suppress(BrokenPipeError), process.stdin as stdin:  # broken if it has ended
             stdin.write(encoded(request))
@@ -97,6 +106,19 @@ def running(
         process.stdout.close()
         if started is not None:
             end_marked(process.pid, started, END_S)
+
+
+def _end_when(process: subprocess.Popen[bytes], stop: threading.Event, limit_s: float | None) -> None:
+    waited_s = 0.0
+    while process.poll() is None:
+        if stop.wait(POLL_S):
+            process.kill()
+            return
+        waited_s += POLL_S
+        if limit_s is not None and waited_s > limit_s:
+            log.warning("process %d has not answered within %.0f s", process.pid, limit_s)
+            process.kill()
+            return
 
 
 def environment(env: Mapping[str, str]) -> dict[str, str]:

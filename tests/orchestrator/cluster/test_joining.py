@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orchestrator.access.audit_log import Audit
 from orchestrator.cli.main import run
 from orchestrator.cluster import nodes, ownership, reach, survey
 from orchestrator.cluster import up as up_module
@@ -215,6 +216,19 @@ def test_up_waits_for_the_tokenizers_of_the_gateway_that_it_reports(up: Up, monk
     up._line = up._audit.begin("up", "up", {}, by="me")
     up._work(lambda record: awaited.append("ready"))
     assert awaited == ["http://head:8080", "ready"]
+
+
+@pytest.mark.parametrize(
+    ("event", "status"), [(Failed("controller-failed", "it is gone", "see"), "controller-failed"), ("SIGINT", "SIGINT")]
+)
+def test_the_audit_log_has_the_end_of_an_up_whose_fleet_was_ready(up: Up, event: Failed | str, status: str) -> None:
+    """The fleet itself lives on, or ends by `down`, which has lines of its own."""
+    up.home.prepare()
+    up._line = up._audit.begin("up", "up", up._audit_fields(), by="me")
+    up._note_ready()
+    up._report_end(event)
+    assert "tls" not in up._audit_fields()
+    assert Audit(up.home.audit).entries(10)[-1].status == status
 
 
 @pytest.fixture

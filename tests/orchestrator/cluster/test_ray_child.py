@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -116,7 +117,7 @@ def ends(daemon: Up, monkeypatch: pytest.MonkeyPatch, ended: Ended) -> int:
     """Have its child leave a record of the fleet, and end like that."""
 
     def child(work: Any, signals: Any) -> Ended:
-        daemon.home.write_record(daemon._record)
+        daemon.home.write_record(daemon._new_record())
         return ended
 
     monkeypatch.setattr(up_module, "apart", child)
@@ -202,6 +203,52 @@ def test_a_full_disk_makes_no_second_copy_of_the_caller() -> None:
     """The child ends if its output cannot be written, and the parent gets its exit code."""
     process = subprocess.run([sys.executable, "-c", FULL_DISK], check=False, capture_output=True)
     assert process.returncode == 11
+
+
+@pytest.mark.parametrize(("listens", "code", "status"), [(False, 1, "failed"), (True, 0, "ready")])
+def test_a_signal_ends_a_start_well_only_if_the_gateway_listens(
+    daemon: Up, monkeypatch: pytest.MonkeyPatch, listens: bool, code: int, status: str
+) -> None:
+    """While Serve has not reported it; all replicas are ready."""
+
+    def started() -> None:
+        daemon._record = daemon._new_record()
+        daemon._serve_up = True
+        daemon._follower.ready.set()
+        daemon._events.put("SIGTERM")
+
+    monkeypatch.setattr(daemon, "_start_ray", started)
+    monkeypatch.setattr(daemon, "_in_background", lambda work: None)
+    monkeypatch.setattr(daemon, "_end_ray", lambda: None)
+    daemon._line = daemon._audit.begin("up", "up", {}, by="me")
+    with contextlib.ExitStack() as resources:
+        if listens:
+            resources.enter_context(socket.create_server(("127.0.0.1", daemon._options.gateway.port)))
+        assert daemon._live(lambda record: None, lambda mark: None) == code
+    assert next(entry.status for entry in Audit(daemon.home.audit).entries(10) if entry.action == "up") == status
+
+
+def test_a_fleet_that_ends_while_it_becomes_ready_is_not_reported_as_ready(
+    daemon: Up, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end may begin after the last look at it."""
+    monkeypatch.setattr(daemon, "_start", daemon._new_record)
+    monkeypatch.setattr(up_module, "wait_for_gateway", lambda url, between: None)
+    monkeypatch.setattr(daemon, "_in_background", lambda work: shown.append("a thread"))
+    daemon._follower.ready.set()
+    daemon._line = daemon._audit.begin("up", "up", {}, by="me")
+    shown: list[str] = []
+    go_on = daemon._go_on
+
+    def ends_after_it() -> None:
+        go_on()
+        daemon._follower.ending = True
+
+    monkeypatch.setattr(daemon, "_go_on", ends_after_it)
+    with pytest.raises(up_module._Interrupted):
+        daemon._work(lambda record: shown.append("the addresses"))
+    assert shown == []
+    assert Audit(daemon.home.audit).entries(10)[-1].status != "ready"
 
 
 def test_unwritable_progress_output_does_not_end_the_fleet() -> None:

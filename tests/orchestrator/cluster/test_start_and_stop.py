@@ -133,6 +133,7 @@ class Started(Up):
         return self.progress.read_text().splitlines()
 
     def _start_ray(self) -> None:
+        self._record = self._new_record()
         self.home.write_record(self._record)
 
     def _own_or_adopt(self) -> None:

@@ -47,3 +47,18 @@ def test_output_of_libraries_is_not_a_reply(tmp_path: Path, monkeypatch: pytest.
     words = last_words(log_file)
     assert {"a library greets", "so does its C code"} <= set(words)
     assert any("talker: at work" in line for line in words)
+
+
+class LargeRequest(json_process.ChildRequest, frozen=True):
+    text: str
+
+
+def test_a_child_that_does_not_read_its_request_is_ended_by_the_limit(tmp_path: Path) -> None:
+    """A pipe takes 64 KiB; the rest of the request would wait for ever."""
+    (tmp_path / "deaf.py").write_text("import signal\nsignal.pause()\n")
+    env = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(PROJECT)])}
+    request, log_file = LargeRequest(text="x" * 2**20), str(tmp_path / "log")
+    with json_process.running(
+        ("deaf",), request, python=sys.executable, env=env, log_file=log_file, limit_s=0.1
+    ) as process:
+        assert process.wait(30) == -9
