@@ -187,11 +187,11 @@ def model_fields(folder: Path, machine: Machine) -> Fields:
     for note in spec.notes:
         log.warning("%s: %s", folder, note)
     if len(spec.models) != 1:
-        what = f"{folder} has {counted(len(spec.models), 'model')}, and SageMaker loads one at a time"
-        raise Failed("model-folder-unreadable", what, "put each model into an archive of its own")
+        fact = f"{folder} has {counted(len(spec.models), 'model')}, and SageMaker loads one at a time"
+        raise Failed("model-folder-unreadable", fact, "put each model into an archive of its own")
     dropped = sorted(spec.spec.keys() - {"version", "name", "defaults", "models"})
     if dropped and (folder / SPEC).is_file():
-        what = f"{folder} sets {' and '.join(dropped)} of its own, which belong to the endpoint"
-        raise Failed("model-folder-unreadable", what, f"remove them from its {SPEC}")
+        fact = f"{folder} sets {' and '.join(dropped)} of its own, which belong to the endpoint"
+        raise Failed("model-folder-unreadable", fact, f"remove them from its {SPEC}")
     (fields,) = spec.models.values()
     return {"update": UPDATE, **fields, "managed_by": MANAGER}

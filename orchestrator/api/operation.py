@@ -77,13 +77,13 @@ async def write(fleet: OperatedFleet, record: R) -> R:
     try:
         return await fleet.state.records.record(record)
     except JournalUnwritable as error:
-        what = f"the journal cannot be written: {error.strerror}"
+        fact = f"the journal cannot be written: {error.strerror}"
         if isinstance(error, JournalLost):
             raise OperationRefused(
-                "journal-lost", what, "corewright down, then corewright up SPEC", status=507
+                "journal-lost", fact, "corewright down, then corewright up SPEC", status=507
             ) from None
         hint = "free disk space; running replicas are not affected"
-        raise OperationRefused("journal-unwritable", what, hint, status=507) from None
+        raise OperationRefused("journal-unwritable", fact, hint, status=507) from None
 
 
 def missing_object(id: str, name: str, names: Sequence[str]) -> OperationRefused:
@@ -107,8 +107,8 @@ def view_of(fleet: OperatedFleet, target: str) -> ReplicaView:
     view = fleet.state.views.get(target)
     if view is None:
         targets = ", ".join([host.name for host in fleet.state.hosts] + sorted(fleet.state.views))
-        what = f"there is no host or replica {target}"
-        raise OperationRefused("target-unknown", what, f"hosts and replicas: {targets}", status=404)
+        fact = f"there is no host or replica {target}"
+        raise OperationRefused("target-unknown", fact, f"hosts and replicas: {targets}", status=404)
     return view
 
 
@@ -129,20 +129,20 @@ def refuse_frozen(fleet: OperatedFleet, verb: str) -> None:
     refuse_on_hold(fleet)
     if fleet.state.frozen:
         now = rollout_state(fleet.state)[0]
-        what = f"the rollout is {now}, so a {verb} would replace nothing"
-        raise OperationRefused("rollout-paused", what, "run corewright rollout resume or rollout undo first")
+        fact = f"the rollout is {now}, so a {verb} would replace nothing"
+        raise OperationRefused("rollout-paused", fact, "run corewright rollout resume or rollout undo first")
 
 
 def refuse_changed(fleet: OperatedFleet, check_index: int | None, hint: str = "preview the change again") -> None:
     """Refuses a change if the fleet's index is no longer that of its preview."""
     index = fleet.state.records.state.index
     if check_index is not None and check_index != index:
-        what = f"the fleet's index is {index}, not {check_index}: the fleet has changed since the preview"
-        raise OperationRefused("index-changed", what, hint)
+        fact = f"the fleet's index is {index}, not {check_index}: the fleet has changed since the preview"
+        raise OperationRefused("index-changed", fact, hint)
 
 
 def refuse_over_max(model: ModelSpec, count: int | None) -> None:
     """Refuses more replicas of a model than its spec allows."""
     if count is not None and count > model.replicas.max:
-        what = f"{model.name}: {count} replicas are more than the spec's max of {model.replicas.max}"
-        raise OperationRefused("scale-over-max", what, "raise replicas.max in the spec and apply it")
+        fact = f"{model.name}: {count} replicas are more than the spec's max of {model.replicas.max}"
+        raise OperationRefused("scale-over-max", fact, "raise replicas.max in the spec and apply it")

@@ -125,9 +125,9 @@ async def _refuse_oversized(fleet: OperatedFleet, spec_file: SpecFile) -> None:
     empty_fleet = await fleet.state.in_thread(plan, spec_file.spec, spec_file.hosts, spec_file.checkpoints)
     missing = [problem for group in empty_fleet.unplaced if group.required for problem in group.problems]
     if missing:
-        what = f"{spec_file.name} does not fit even on an empty fleet"
+        fact = f"{spec_file.name} does not fit even on an empty fleet"
         hint = "reduce the replicas or the tp_degree, or add hosts"
-        raise OperationRefused("never-fits", what, hint, status=422, problems=missing)
+        raise OperationRefused("never-fits", fact, hint, status=422, problems=missing)
 
 
 def _spec_refused(fleet: OperatedFleet, file: str, complaint: str, problems: Sequence[Problem]) -> OperationRefused:
@@ -142,16 +142,16 @@ def _other_name(fleet: OperatedFleet, spec_file: SpecFile) -> Iterator[Problem]:
     """Yields a warning for the spec of another fleet, or one that renames this fleet."""
     spec, own = spec_file.spec, fleet.state.current.spec.name
     if spec is not None and spec.name != own:
-        what = f"the spec is of the fleet {spec.name}, and this fleet is {own}"
+        fact = f"the spec is of the fleet {spec.name}, and this fleet is {own}"
         hint = f"apply it to the other fleet, or set name: {own}"
-        yield Problem("fleet-name-differs", "warning", spec.where("name"), what, hint)
+        yield Problem("fleet-name-differs", "warning", spec.where("name"), fact, hint)
 
 
 def _refuse_other_hosts(fleet: OperatedFleet, spec_file: SpecFile) -> None:
     if _machines(spec_file.hosts) != _machines(fleet.state.hosts):
-        what = f"the hosts of {spec_file.name} are not the hosts of this fleet"
+        fact = f"the hosts of {spec_file.name} are not the hosts of this fleet"
         hint = "restart the fleet with corewright down and up, which starts its nodes"
-        raise OperationRefused("hosts-changed", what, hint)
+        raise OperationRefused("hosts-changed", fact, hint)
 
 
 def _machines(hosts: Sequence[Host]) -> list[tuple[str, int, bool]]:

@@ -93,8 +93,8 @@ async def uncordon(fleet: OperatedFleet, request: HostCores, by: str) -> HostInF
     """Removes the cordon of the host, or of these of its cores."""
     host, cores, journal = request.host, _cores_of(fleet, request), fleet.state.records.state
     if cores is not None and journal.cordons.get(host) == "whole":
-        what = f"{host} is cordoned as a whole: single cores cannot be uncordoned"
-        raise OperationRefused("cordoned-whole", what, f"run corewright uncordon {host}, then cordon the other cores")
+        fact = f"{host} is cordoned as a whole: single cores cannot be uncordoned"
+        raise OperationRefused("cordoned-whole", fact, f"run corewright uncordon {host}, then cordon the other cores")
     departure = journal.departures.get(host)
     if departure is not None and departure.noticed:
         raise OperationRefused(
@@ -127,8 +127,8 @@ async def drain(fleet: OperatedFleet, request: HostOrReplica, by: str) -> HostIn
         return await _drain_host(fleet, request, by)
     view = view_of(fleet, request.target)
     if request.deadline_s is not None:
-        what = f"{request.target} is not a host"
-        raise OperationRefused("deadline-of-replica", what, "deadline_s is for hosts", status=422)
+        fact = f"{request.target} is not a host"
+        raise OperationRefused("deadline-of-replica", fact, "deadline_s is for hosts", status=422)
     await replace_replica(fleet, view, by)
     await set_rollout(fleet, "progressing", f"{view.id} is replaced, by {by}", "RolloutRestarted")
     return ReplacedReplica(replica=view.id, epoch=view.epoch)
@@ -139,8 +139,8 @@ async def _drain_host(fleet: OperatedFleet, request: HostOrReplica, by: str) -> 
     if deadline_s is None or request.keep_served:
         missing = await state.in_thread(refusal, state.situation(), host, partly=deadline_s is not None)
         if missing is not None:
-            what = f"{host} cannot be drained: {missing}"
-            raise OperationRefused("drain-no-room", what, "scale down or unload a model first")
+            fact = f"{host} cannot be drained: {missing}"
+            raise OperationRefused("drain-no-room", fact, "scale down or unload a model first")
     await write(fleet, Cordon(host=host, cores=None, on=True, by=by, drain=True))
     within = "" if deadline_s is None else f" within {deadline_s:g} s"
     if deadline_s is not None:
@@ -163,8 +163,8 @@ def _cores_of(fleet: OperatedFleet, request: HostCores) -> list[int] | None:
     except ValueError as error:
         raise OperationRefused("bad-range", str(error), "use a core or a range, like 3 or 4-7", status=422) from None
     if chosen.last >= machine.cores:
-        what = f"{request.cores} is not on {machine.name}, which has the cores 0-{machine.cores - 1}"
-        raise OperationRefused("bad-range", what, "corewright get hosts lists the hosts", status=422)
+        fact = f"{request.cores} is not on {machine.name}, which has the cores 0-{machine.cores - 1}"
+        raise OperationRefused("bad-range", fact, "corewright get hosts lists the hosts", status=422)
     return list(chosen)
 
 

@@ -76,9 +76,9 @@ def _revision(fleet: OperatedFleet, number: int) -> Revision:
     if number == fleet.state.current.number:
         return revisions.get(number, fleet.state.current.revision)
     if number not in revisions:
-        what = f"there is no revision {number}"
+        fact = f"there is no revision {number}"
         hint = f"existing revisions: {min(revisions)} to {max(revisions)}" if revisions else "the journal has none"
-        raise OperationRefused("revision-unknown", what, hint, status=404)
+        raise OperationRefused("revision-unknown", fact, hint, status=404)
     return revisions[number]
 
 
@@ -145,9 +145,9 @@ async def undo(fleet: OperatedFleet, request: UndoTarget, by: str) -> Undone:
     if number is None:
         _, previous = _earlier_revisions(fleet)
         if not previous:
-            what = f"no revision before {fleet.state.current.number} differs from it and did not fail"
+            fact = f"no revision before {fleet.state.current.number} differs from it and did not fail"
             hint = "choose one of corewright rollout history: corewright rollout undo --to REVISION"
-            raise OperationRefused("nothing-to-undo", what, hint)
+            raise OperationRefused("nothing-to-undo", fact, hint)
         number = previous[0]
     before = _revision(fleet, number)
     text = SpecText(text=before.text, file=before.file, base_dir=before.base_dir)
@@ -168,8 +168,8 @@ async def install(
     the current one. Raises OperationRefused."""
     state = fleet.state
     if over is not None and over != state.current.number:
-        what = f"revision {state.current.number} was applied meanwhile"
-        raise OperationRefused("index-changed", what, "repeat the request")
+        fact = f"revision {state.current.number} was applied meanwhile"
+        raise OperationRefused("index-changed", fact, "repeat the request")
     refuse_changed(fleet, check_index, "run corewright plan SPEC again")
     index = state.records.state.index
     outlook = await outlook_of(fleet, spec_file, generation)
@@ -192,18 +192,18 @@ async def install(
 def _refuse_impossible(outlook: Outlook, generation: ResolvedRevision) -> None:
     for name, choice in outlook.choices.items():
         if not choice.possible:
-            what = f"{name}: update.strategy is {choice.strategy}, and {choice.why}"
-            raise OperationRefused("update-impossible", what, "update: {strategy: auto}")
+            fact = f"{name}: update.strategy is {choice.strategy}, and {choice.why}"
+            raise OperationRefused("update-impossible", fact, "update: {strategy: auto}")
     if generation.revision.canary is None:
         return
     for name, choice in outlook.choices.items():
         desired = outlook.desired_models[name]
         if not desired.mixes:
-            what = f"{name}: the tokenizer changes, so the two versions cannot share requests"
-            raise OperationRefused("canary-impossible", what, "apply without --canary")
+            fact = f"{name}: the tokenizer changes, so the two versions cannot share requests"
+            raise OperationRefused("canary-impossible", fact, "apply without --canary")
         if choice.strategy != "surge" and desired.count < 2:
-            what = f"{name}: there is no room for a canary beside its only replica: {choice.why}"
-            raise OperationRefused("canary-impossible", what, "apply without --canary, or free some cores")
+            fact = f"{name}: there is no room for a canary beside its only replica: {choice.why}"
+            raise OperationRefused("canary-impossible", fact, "apply without --canary, or free some cores")
 
 
 # The rollout
@@ -215,8 +215,8 @@ async def pause(fleet: OperatedFleet, by: str) -> RolloutReport:
     refuse_on_hold(fleet)
     now, _ = rollout_state(fleet.state)
     if now not in ("progressing", "canary"):
-        what = f"the rollout is {now}: there is nothing to pause"
-        raise OperationRefused("rollout-not-running", what, ROLLOUT_STATUS)
+        fact = f"the rollout is {now}: there is nothing to pause"
+        raise OperationRefused("rollout-not-running", fact, ROLLOUT_STATUS)
     return await set_rollout(fleet, "paused", f"by {by}", "RolloutPaused")
 
 
@@ -226,8 +226,8 @@ async def resume(fleet: OperatedFleet, by: str) -> RolloutReport:
     refuse_on_hold(fleet)
     now, _ = rollout_state(fleet.state)
     if now not in ("paused", "failed"):
-        what = f"the rollout is {now}: there is nothing to resume"
-        raise OperationRefused("rollout-not-paused", what, ROLLOUT_STATUS)
+        fact = f"the rollout is {now}: there is nothing to resume"
+        raise OperationRefused("rollout-not-paused", fact, ROLLOUT_STATUS)
     fleet.controller.reset_failures()
     return await set_rollout(fleet, "progressing", f"resumed by {by}", "RolloutResumed")
 

@@ -136,9 +136,9 @@ class AdminApi:
             raise _Error(401, code="invalid_token", message=message)
         if not key.has_scope("admin"):
             log.warning("refused %s to the key %s %s: it does not have the scope admin", path, key.id, key.name)
-            what = f"the key {key.name} does not have the scope admin"
+            fact = f"the key {key.name} does not have the scope admin"
             hint = "create one that has: corewright keys create NAME --scope admin"
-            raise _error_of(OperationRefused("key-without-admin", what, hint), 403)
+            raise _error_of(OperationRefused("key-without-admin", fact, hint), 403)
         return key
 
     def _route(self, request: Request) -> tuple[AdminRoute, dict[str, str]]:

@@ -76,8 +76,8 @@ class Connection:
             ) as response:
                 status, content = response.status, await response.read()
         except asyncio.TimeoutError as error:  # not the builtin before Python 3.11
-            what = str(error) or f"no complete response within {timeout_s:g} s"
-            raise RequestFailed(request, 0, f"timeout: {what}") from None
+            fact = str(error) or f"no complete response within {timeout_s:g} s"
+            raise RequestFailed(request, 0, f"timeout: {fact}") from None
         except (aiohttp.ClientError, OSError) as error:
             raise RequestFailed(request, 0, f"connection: {str(error) or type(error).__name__}") from None
         try:
@@ -131,12 +131,12 @@ class MeasuredServer:
         `bench-model-unknown` or `bench-refused`."""
         models = await _models(connection)
         if model is None and len(models) != 1:
-            what = f"{connection.url} serves {', '.join(models) or 'none'}"
-            raise Failed("bench-model-unknown", what, _MODEL_HINT)
+            fact = f"{connection.url} serves {', '.join(models) or 'none'}"
+            raise Failed("bench-model-unknown", fact, _MODEL_HINT)
         name = next(iter(models)) if model is None else model
         if models and name not in models:
-            what = f"{connection.url} does not serve {name!r}, but {', '.join(models)}"
-            raise Failed("bench-model-unknown", what, _MODEL_HINT)
+            fact = f"{connection.url} does not serve {name!r}, but {', '.join(models)}"
+            raise Failed("bench-model-unknown", fact, _MODEL_HINT)
         for extensions in EXTENSIONS:
             server = cls(connection, name, models.get(name), chat, timeout_s, extensions)
             try:
@@ -175,8 +175,8 @@ class MeasuredServer:
         few, many = 1, max(2, max(tokens) // 3)
         base, top = [(await self.complete(words, 1)).prompt_tokens for words in (few, many)]
         if top <= base:
-            what = f"{few} words are {base} tokens, {many} words {top}"
-            raise Failed("bench-refused", f"{self.connection.url} does not count prompt tokens: {what}", _COUNT_HINT)
+            fact = f"{few} words are {base} tokens, {many} words {top}"
+            raise Failed("bench-refused", f"{self.connection.url} does not count prompt tokens: {fact}", _COUNT_HINT)
         per_word = (top - base) / (many - few)
         sizes = [max(1, few + round((wanted - base) / per_word)) for wanted in tokens]
         return [(words, (await self.complete(words, 1)).prompt_tokens) for words in sizes]

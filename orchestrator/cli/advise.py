@@ -185,8 +185,8 @@ def _bucket_advice(path: Path, model: str | None, max_len: int | None, most: int
         with path.open(encoding="utf-8", newline="") as stream:
             trace = read_trace(stream, str(path), None if model is None else {model: model})
     except (OSError, UnicodeDecodeError) as error:
-        what = f"{path} cannot be read: {getattr(error, 'strerror', None) or error}"
-        raise Failed("trace-unreadable", what, "check the path and its permissions") from None
+        fact = f"{path} cannot be read: {getattr(error, 'strerror', None) or error}"
+        raise Failed("trace-unreadable", fact, "check the path and its permissions") from None
     except InvalidTrace as error:
         complain(error.problems)
         raise typer.Exit(FAILED) from None

@@ -278,18 +278,18 @@ def _image(situation: MachineSituation, sdk: Sdk, environment: Environment) -> B
 
 def _unknown(name: str) -> Problem:
     known = sorted({sdk.series for sdk in SDKS}, key=lambda item: tuple(map(int, item.split("."))))
-    what = f"Neuron SDK {name} is not in corewright's table"
-    return Problem("sdk-unknown", "error", "", what, f"set --sdk to one of {', '.join(known)}")
+    fact = f"Neuron SDK {name} is not in corewright's table"
+    return Problem("sdk-unknown", "error", "", fact, f"set --sdk to one of {', '.join(known)}")
 
 
 def _no_engine(sdk: Sdk, machines: str) -> Problem:
-    what = f"no image of Neuron SDK {sdk.series} has an engine of corewright that works on {machines}"
-    return Problem("sdk-without-engine", "error", "", what, _releases(machines))
+    fact = f"no image of Neuron SDK {sdk.series} has an engine of corewright that works on {machines}"
+    return Problem("sdk-without-engine", "error", "", fact, _releases(machines))
 
 
 def _unserved(reading: ModelReading, model: ModelEntry, sdk: Sdk, machines: str) -> Problem:
-    what = f"{model.name}: no engine serves it on the image of Neuron SDK {sdk.series}: {model.reason}"
-    return Problem("sdk-without-engine", "warning", reading.where, what, _releases(machines))
+    fact = f"{model.name}: no engine serves it on the image of Neuron SDK {sdk.series}: {model.reason}"
+    return Problem("sdk-without-engine", "warning", reading.where, fact, _releases(machines))
 
 
 def _releases(machines: str) -> str:

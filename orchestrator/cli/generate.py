@@ -50,8 +50,8 @@ def generate_once(file: SpecFile, model: str, question: dict[str, Any]) -> int:
     valid_spec(file, "nothing was started")
     model_spec = known_model(file, model)
     if model_spec.kind != "generate":
-        what = f"{model} does not generate: its kind is {model_spec.kind}"
-        raise Failed("generate-refused", what, "start the fleet, and send it requests: docs/api.md")
+        fact = f"{model} does not generate: its kind is {model_spec.kind}"
+        raise Failed("generate-refused", fact, "start the fleet, and send it requests: docs/api.md")
     problems = start_problems(_only(file, model))
     if has_errors(problems):
         complain(problems)

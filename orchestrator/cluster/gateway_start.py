@@ -70,9 +70,9 @@ def not_started(gateways: Sequence[GatewayInFleet], places_on: str, log: str) ->
     ]
     if len(causes) < len(gateways):
         return causes
-    what = "; ".join(causes) or f"no machine of the cluster has one by the setting gateways_on: {places_on}"
+    fact = "; ".join(causes) or f"no machine of the cluster has one by the setting gateways_on: {places_on}"
     hint = f"see {log} on that machine; the fleet runs without it: `corewright down`"
-    raise Failed("gateway-not-started", f"no gateway starts: {what}", hint)
+    raise Failed("gateway-not-started", f"no gateway starts: {fact}", hint)
 
 
 def listens(url: str) -> bool:

@@ -205,8 +205,8 @@ def only_fleet(names: list[str], at: str) -> str:
     """Returns the only name. Raises Failed if there are none or several."""
     if len(names) == 1:
         return names[0]
-    what = f"several fleets are on the Ray cluster at {at}" if names else f"no fleet is on the Ray cluster at {at}"
-    raise Failed("fleet-not-named" if names else "no-fleet", what, _on_cluster(names))
+    fact = f"several fleets are on the Ray cluster at {at}" if names else f"no fleet is on the Ray cluster at {at}"
+    raise Failed("fleet-not-named" if names else "no-fleet", fact, _on_cluster(names))
 
 
 def _on_cluster(names: list[str]) -> str:

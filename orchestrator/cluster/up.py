@@ -746,5 +746,5 @@ def check_port(host: str, port: int, option: str = "--port") -> None:
     try:
         bind(host, port, shared=False).close()
     except OSError as error:
-        what = f"{host}:{port} cannot be bound: {error.strerror}"
-        raise Failed("port-in-use", what, f"choose another {option}") from None
+        fact = f"{host}:{port} cannot be bound: {error.strerror}"
+        raise Failed("port-in-use", fact, f"choose another {option}") from None

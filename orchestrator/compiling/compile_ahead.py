@@ -269,11 +269,11 @@ class CompileAhead:
                 return message.failure
         if time.monotonic() - began < PREDICT_S:
             return _died("predicted the artifacts of", config)
-        what = (
+        fact = (
             f"{config.python or 'this interpreter'} did not predict the artifacts of {config.model} "
             f"within {PREDICT_S:.0f} s"
         )
-        return Failure("cache-not-verified", what, f"see the log {config.log}")
+        return Failure("cache-not-verified", fact, f"see the log {config.log}")
 
     def _work(self, job: Job, ended: queue.SimpleQueue[tuple[Job, CompileOutcome]]) -> None:
         """Runs one job; always puts an outcome into the queue."""
@@ -346,8 +346,8 @@ def _outcome(job: Job, built: Built) -> CompileOutcome:
 
 
 def _died(doing: str, config: ReplicaConfig) -> Failure:
-    what = f"the process that {doing} {config.model} ended without a result"
-    return Failure("compile-failed", what, f"see the log {config.log}")
+    fact = f"the process that {doing} {config.model} ended without a result"
+    return Failure("compile-failed", fact, f"see the log {config.log}")
 
 
 class _FetchProgress(Progress):

@@ -203,8 +203,8 @@ def refuse_shared(folder: Path) -> None:
             "run the command as that user, or set COREWRIGHT_HOME",
         )
     if stat.S_ISDIR(status.st_mode) and status.st_mode & 0o022:
-        what = f"{folder} can be written by other users (mode {stat.S_IMODE(status.st_mode):04o})"
-        raise Failed("home-unusable", what, f"check its contents, then run chmod go-w {shlex.quote(str(folder))}")
+        fact = f"{folder} can be written by other users (mode {stat.S_IMODE(status.st_mode):04o})"
+        raise Failed("home-unusable", fact, f"check its contents, then run chmod go-w {shlex.quote(str(folder))}")
 
 
 @contextlib.contextmanager

@@ -27,10 +27,10 @@ def read_text(path: str, *, regular: bool = False) -> str:
 def decoded(data: bytes, name: str) -> str:
     """Returns the text of the bytes that were read from ``name``. Raises Failed `spec-unreadable`."""
     if len(data) > MAX_SPEC_BYTES:
-        what = f"{name} is larger than {MAX_SPEC_BYTES} bytes"
-        raise Failed("spec-unreadable", what, "check that the file is a spec")
+        fact = f"{name} is larger than {MAX_SPEC_BYTES} bytes"
+        raise Failed("spec-unreadable", fact, "check that the file is a spec")
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        what = f"{name} is not UTF-8: byte {error.start} is {data[error.start]:#04x}"
-        raise Failed("spec-unreadable", what, "save it as UTF-8") from None
+        fact = f"{name} is not UTF-8: byte {error.start} is {data[error.start]:#04x}"
+        raise Failed("spec-unreadable", fact, "save it as UTF-8") from None

@@ -113,8 +113,8 @@ def read(data: bytes) -> Contents:
             damage.clear()
     lines = data.count(b"\n", valid_end)  # 4
     if lines or _is_valid(data[valid_end:-1]):  # a record with only its newline damaged was valid once
-        what = f"at least {counted(max(lines, 1), 'record')} lost"
-        damage.append(f"bytes {valid_end} to {len(data) - 1}, the last ones, are damaged: {what}")
+        fact = f"at least {counted(max(lines, 1), 'record')} lost"
+        damage.append(f"bytes {valid_end} to {len(data) - 1}, the last ones, are damaged: {fact}")
         return Contents(state, events, len(data), damage)
     return Contents(state, events, valid_end, damage)
 

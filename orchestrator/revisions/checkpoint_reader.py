@@ -152,9 +152,9 @@ def _read_adapter(part: SourcePart, folder: str, where: str, here: bool | None) 
             raise FileNotFoundError(2, "it has no adapter_model.safetensors")
     except (OSError, ValueError) as error:
         why = error.strerror or error if isinstance(error, OSError) else error
-        what = f"{part.model.name}: the adapter {name} in {folder if is_local else part.source} cannot be read: {why}"
+        fact = f"{part.model.name}: the adapter {name} in {folder if is_local else part.source} cannot be read: {why}"
         unknown = is_local and isinstance(error, OSError) and not here
-        return Problem("adapter-unusable", "warning" if unknown else "error", where, what, USE_PEFT)
+        return Problem("adapter-unusable", "warning" if unknown else "error", where, fact, USE_PEFT)
     return adapter
 
 
@@ -168,19 +168,19 @@ def _read(part: SourcePart, folder: str, head: Metadata | None, where: str, pyth
         if code := _needed_code(part.model, config):
             family = config.get("model_type")
             if part.model.trust_remote_code:
-                what = f"{model}: the planner has no facts of the family {family!r} of {shown}, whose code is {code}"
-                return Problem("checkpoint-unreadable", "warning", where, what, _SKIPPED)
+                fact = f"{model}: the planner has no facts of the family {family!r} of {shown}, whose code is {code}"
+                return Problem("checkpoint-unreadable", "warning", where, fact, _SKIPPED)
             if not _is_in_transformers(family, python):
-                what = f"{model}: the family {family!r} of {shown} is implemented only by the checkpoint's code, {code}"
+                fact = f"{model}: the family {family!r} of {shown} is implemented only by the checkpoint's code, {code}"
                 hint = "serve a checkpoint of a known family; its own code runs only with `trust_remote_code: true`"
-                return Problem("remote-code-refused", "error", where, what, hint)
+                return Problem("remote-code-refused", "error", where, fact, hint)
         if unsupported := _unsupported(part, folder, head, config):
             return Problem("layout-unsupported", "error", where, f"{model}: {unsupported}", _CONVERT)
         return Checkpoint.from_config(config, part.model.kind)
     except CheckpointError as error:
         if error.id == "unknown-family" and part.model.engine == "vllm":
-            what = f"{model}: the planner has no facts of the family {config['model_type']!r}; vLLM decides on it"
-            return Problem("checkpoint-unreadable", "warning", where, what, f"check that vLLM serves it; {_SKIPPED}")
+            fact = f"{model}: the planner has no facts of the family {config['model_type']!r}; vLLM decides on it"
+            return Problem("checkpoint-unreadable", "warning", where, fact, f"check that vLLM serves it; {_SKIPPED}")
         return Problem(error.id, "error", where, f"{model}: {error.what}", error.hint)
     except OSError as error:
         if isinstance(error, FileNotFoundError) and any(Path(folder).glob("neuronxcc-*")):
@@ -188,13 +188,13 @@ def _read(part: SourcePart, folder: str, head: Metadata | None, where: str, pyth
 
             if (cache := local_cache(part, folder)) is not None:
                 return _problem(part, cache, where)
-        what = f"{model}: {shown} cannot be read: {error.strerror or error}"
+        fact = f"{model}: {shown} cannot be read: {error.strerror or error}"
         begins = f"{_BEGINS}; " if source.startswith(".") else ""
         hint = f"{begins}{_ENOUGH} {_SKIPPED}"
-        return Problem("checkpoint-unreadable", "warning", where, what, hint)
+        return Problem("checkpoint-unreadable", "warning", where, fact, hint)
     except ValueError as error:
-        what = f"{model}: {shown} is not JSON: {error}"
-        return Problem("checkpoint-unreadable", "warning", where, what, "fetch the checkpoint again")
+        fact = f"{model}: {shown} is not JSON: {error}"
+        return Problem("checkpoint-unreadable", "warning", where, fact, "fetch the checkpoint again")
 
 
 def _unloadable(part: SourcePart, folder: str, where: str, here: bool, readable: bool) -> Problem | None:
@@ -208,13 +208,13 @@ def _unloadable(part: SourcePart, folder: str, where: str, here: bool, readable:
         if not part.is_draft:
             check_tokenizer_files(Path(folder))
     except EngineLoadError as error:
-        what = f"{part.model.name}: {error.what}"
+        fact = f"{part.model.name}: {error.what}"
         begins = f"{_BEGINS}; " if error.id == "model-not-found" and part.source.startswith(".") else ""
         if here:
-            return Problem(error.id, "error", where, what, begins + error.hint)
-        what += "; the machine that will load it was not checked"
+            return Problem(error.id, "error", where, fact, begins + error.hint)
+        fact += "; the machine that will load it was not checked"
         hint = error.hint if readable else f"{begins}{_ENOUGH} {_SKIPPED}"
-        return Problem("checkpoint-unreadable", "warning", where, what, hint)
+        return Problem("checkpoint-unreadable", "warning", where, fact, hint)
     return None
 
 
@@ -334,8 +334,8 @@ def _heads_of(
                 problems.append(_problem(part, reply, part.where(spec)))
                 continue
             if reply.away is not None:
-                what = f"{part.model.name}: {reply.away.what}; its stored metadata is used"
-                problems.append(Problem("source-away", "warning", part.where(spec), what, reply.away.hint))
+                fact = f"{part.model.name}: {reply.away.what}; its stored metadata is used"
+                problems.append(Problem("source-away", "warning", part.where(spec), fact, reply.away.hint))
             result[part.key] = reply.head
     return result
 
@@ -350,9 +350,9 @@ def _problem(part: SourcePart, error: SourceError, where: str) -> Problem:
     if error.id in _REJECTIONS:
         return Problem(error.id, "error", where, f"{part.model.name}: {error.what}", error.hint)
     file = f"{part.source}/{part.config_file}" if part.is_adapter else "its config.json"
-    what = f"{part.model.name}: {file} cannot be read: {error.what}"
+    fact = f"{part.model.name}: {file} cannot be read: {error.what}"
     hint = f"{error.hint or 'retry later'}; until then {_SKIPPED}"
-    return Problem("checkpoint-unreadable", "warning", where, what, hint)
+    return Problem("checkpoint-unreadable", "warning", where, fact, hint)
 
 
 _REJECTIONS = ("pickle-refused", "name-unsafe", "layout-unknown")

@@ -43,8 +43,8 @@ def _with(exports: list[RegisteredExport], error: SourceError, model: ModelSpec)
     shown = [export.describe(_settings(model)) for export in exports[:SHOWN]]
     more = f", and {len(exports) - SHOWN} more" if len(exports) > SHOWN else ""
     models = " or ".join(sorted({export.model for export in exports})[:SHOWN])
-    what = f"{error.what}; it has graphs of {', and of '.join(shown)}{more}"
-    return SourceError(error.id, what, f"set source to the model that the graphs were compiled from: {models}")
+    fact = f"{error.what}; it has graphs of {', and of '.join(shown)}{more}"
+    return SourceError(error.id, fact, f"set source to the model that the graphs were compiled from: {models}")
 
 
 def _settings(model: ModelSpec) -> OptimumSettings | None:

@@ -42,8 +42,8 @@ def _problem(spec: Spec, model: ModelSpec, facts: CheckpointFacts) -> Problem | 
     error = _start_error(config, spec)
     if error is None:
         return None
-    what, hint = (text if source is None else text.replace(source, own.source) for text in (error.what, error.hint))
-    return Problem(error.id, "error", own.where(spec), f"{model.name}: {what}", hint)
+    fact, hint = (text if source is None else text.replace(source, own.source) for text in (error.what, error.hint))
+    return Problem(error.id, "error", own.where(spec), f"{model.name}: {fact}", hint)
 
 
 def _start_error(config: ReplicaConfig, spec: Spec) -> EngineLoadError | None:

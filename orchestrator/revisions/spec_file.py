@@ -89,8 +89,8 @@ def examine(
     """Returns a spec text with all problems of the parser and the rules. If it names a source that is not ``allowed``,
     no source is read. ``folders``: see `Folders`."""
     if reason := unusable_path(base_dir):
-        what = f"the folder of {name} {reason}"
-        return _unreadable(name, base_dir, Problem("spec-unreadable", "error", "", what, "check the path"))
+        fact = f"the folder of {name} {reason}"
+        return _unreadable(name, base_dir, Problem("spec-unreadable", "error", "", fact, "check the path"))
     parsed = parse(text, name, base_dir)
     if parsed.spec is None:
         return SpecFile(text, name, base_dir, None, machine, (), {}, parsed.problems)
@@ -152,9 +152,9 @@ def _ambiguous_sources(spec: Spec, allowed: SourcePolicy) -> Iterator[Problem]:
         folder = (Path(spec.base_dir) / part.source).resolve()
         if is_hub_source(part) and allowed.allows(str(folder)) and (folder / part.config_file).is_file():
             key = ".".join(part.keys)
-            what = f"{part.model.name}: {key} {part.source} is read as a hub id, and the folder ./{part.source} exists"
+            fact = f"{part.model.name}: {key} {part.source} is read as a hub id, and the folder ./{part.source} exists"
             hint = f"write {key}: ./{part.source} to load the folder; to fetch from the hub, rename the folder"
-            yield Problem("source-ambiguous", "error", part.where(spec), what, hint)
+            yield Problem("source-ambiguous", "error", part.where(spec), fact, hint)
 
 
 def _loads(machine: Machine, hosts: tuple[Host, ...]) -> bool:

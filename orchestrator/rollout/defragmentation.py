@@ -92,5 +92,5 @@ def _problems(
     runs = [CoreRange.parse(run) for run in ranges(usable[name])]
     longest = max(runs, key=len, default=None)
     allowed = "none of its cores may be used" if longest is None else f"replicas may use {longest} there"
-    what = f"no moves open a window of {cores} cores: most are free on {name}, {free[name]}, and {allowed}"
-    return [Problem("no-window", "error", "", what, "request fewer cores, or remove replicas, or add a host")]
+    fact = f"no moves open a window of {cores} cores: most are free on {name}, {free[name]}, and {allowed}"
+    return [Problem("no-window", "error", "", fact, "request fewer cores, or remove replicas, or add a host")]

@@ -84,8 +84,8 @@ def read_folder(
         {name: folder} if has_config else {each.parent.name: each.parent for each in folder.glob(f"*/{CONFIG}")}
     )
     if not checkpoints:
-        what = f"{folder} has no model" if folder.is_dir() else f"the folder {folder} does not exist"
-        raise Failed("model-folder-empty", what, empty_hint)
+        fact = f"{folder} has no model" if folder.is_dir() else f"the folder {folder} does not exist"
+        raise Failed("model-folder-empty", fact, empty_hint)
     chosen = (
         alone({"source": str(next(iter(checkpoints.values())))}, machine) if alone and len(checkpoints) == 1 else None
     )
@@ -140,8 +140,8 @@ def _own_spec(folder: Path) -> FolderSpec:
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise Failed("model-folder-unreadable", f"{path}: {error}", VALIDATE) from None
     if spec is None:
-        what = "; ".join(f"{problem.where}: {problem.what}" for problem in errors)
-        raise Failed("model-folder-unreadable", what, VALIDATE)
+        fact = "; ".join(f"{problem.where}: {problem.what}" for problem in errors)
+        raise Failed("model-folder-unreadable", fact, VALIDATE)
     return FolderSpec(spec)
 
 

@@ -75,8 +75,8 @@ def reading(path: Path, problem_id: str) -> Iterator[None]:
     try:
         yield
     except (OSError, UnicodeDecodeError) as error:
-        what = f"{path} cannot be read: {getattr(error, 'strerror', None) or error}"
-        raise Failed(problem_id, what, "check the path and its permissions") from None
+        fact = f"{path} cannot be read: {getattr(error, 'strerror', None) or error}"
+        raise Failed(problem_id, fact, "check the path and its permissions") from None
 
 
 def _synthetic(synthetic: Workload, scenarios: Sequence[Scenario], report: Callable[[str], None]) -> SimulationLoad:

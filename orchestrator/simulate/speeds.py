@@ -53,13 +53,13 @@ def _parsed(model: str, fields: Any, name: str) -> MeasuredSpeed:
     values: dict[str, float] = {}
     for key, value in fields.items():
         if key not in FIELDS and key != "requests":
-            what = f"{name}: {model}.{key} is not a speed; the speeds are {', '.join(FIELDS)}"
-            raise Failed("speeds-wrong", what, _HINT)
+            fact = f"{name}: {model}.{key} is not a speed; the speeds are {', '.join(FIELDS)}"
+            raise Failed("speeds-wrong", fact, _HINT)
         above = key == "step_ms"  # a step takes time; the others may be 0
         is_number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
         if not is_number or (above and value == 0):
-            what = f"{name}: {model}.{key} is not a number {'>' if above else '>='} 0: {value!r}"
-            raise Failed("speeds-wrong", what, _HINT)
+            fact = f"{name}: {model}.{key} is not a number {'>' if above else '>='} 0: {value!r}"
+            raise Failed("speeds-wrong", fact, _HINT)
         values[key] = float(value)
     requests = values.pop("requests", None)
     return MeasuredSpeed(model, values, None if requests is None else int(requests), shape)
@@ -72,8 +72,8 @@ def read_speeds(path: Path | None) -> tuple[MeasuredSpeed, ...]:
     try:
         return parse_speeds(path.read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:
-        what = f"{path} cannot be read: {getattr(error, 'strerror', None) or error}"
-        raise Failed("speeds-wrong", what, "check the path and its permissions") from None
+        fact = f"{path} cannot be read: {getattr(error, 'strerror', None) or error}"
+        raise Failed("speeds-wrong", fact, "check the path and its permissions") from None
 
 
 _HINT = 'example: {"chat": {"step_ms": 21.5, "prefill_base_ms": 12, "prefill_token_ms": 0.05, "load_s": 40}}'

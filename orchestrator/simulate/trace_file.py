@@ -126,8 +126,8 @@ def read_trace(stream: TextIO, name: str, models: Mapping[str, str] | None) -> T
     if problems:
         raise InvalidTrace(problems, more)
     if models is not None and trace.unknown and not trace.times:
-        what = f"no request is for a model in the spec; the requests are for {by_model(trace.unknown)}"
-        raise InvalidTrace([_problem(name, 1, what, f"models in the spec: {', '.join(sorted({*models.values()}))}")])
+        fact = f"no request is for a model in the spec; the requests are for {by_model(trace.unknown)}"
+        raise InvalidTrace([_problem(name, 1, fact, f"models in the spec: {', '.join(sorted({*models.values()}))}")])
     trace.sort()
     return trace
 
@@ -143,8 +143,8 @@ def _csv_rows(first: str, stream: TextIO, name: str) -> Iterator[tuple[int, dict
     header = [column.strip() for column in next(csv.reader([first]))]
     missing = [column for column in COLUMNS[:4] if column not in header]
     if missing:
-        what = f"the header has no {' and no '.join(missing)} column"
-        raise InvalidTrace([_problem(name, 1, what, f"the first line must be like {','.join(COLUMNS)}")])
+        fact = f"the header has no {' and no '.join(missing)} column"
+        raise InvalidTrace([_problem(name, 1, fact, f"the first line must be like {','.join(COLUMNS)}")])
     reader = csv.reader(stream)
     try:
         for row in reader:

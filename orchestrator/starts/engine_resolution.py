@@ -91,8 +91,8 @@ def _misread(interpreter: Interpreter, engine: str, model: str, generation: Reso
     if engine != "transformers-neuronx" or checkpoint is None:
         return None
     how = checkpoint.on_tnx.misread(interpreter.packages.get("transformers"))
-    what = f"transformers-neuronx misreads the rotary positions of {model} in {interpreter.python}: {how}"
-    return Failure("rotary-misread", what, MISREAD_HINT) if how else None
+    fact = f"transformers-neuronx misreads the rotary positions of {model} in {interpreter.python}: {how}"
+    return Failure("rotary-misread", fact, MISREAD_HINT) if how else None
 
 
 @cache

@@ -197,7 +197,7 @@ class FleetState:
 
     def desired_model(self, model: ModelSpec, revision: ResolvedRevision | None = None) -> DesiredModel:
         """Returns the desired state of the model, now or right after the installation of another revision."""
-        shown, count = revision or self.current, self.counts.desired(model)
+        generation, count = revision or self.current, self.counts.desired(model)
         strategy = None if revision is not None else self.memory.strategies.get(model.name)
         canary = self.in_canary if revision is None else revision.revision.canary is not None
         frozen = revision is None and self.frozen
@@ -205,12 +205,12 @@ class FleetState:
         return DesiredModel(
             model,
             count,
-            shown.versions[model.name],
+            generation.versions[model.name],
             strategy="surge" if strategy is None else strategy.strategy,
-            mixes=self.mixes(shown, model),
+            mixes=self.mixes(generation, model),
             canary=canary,
             frozen=frozen,
-            former=self._former(model, shown) if canary or frozen else None,
+            former=self._former(model, generation) if canary or frozen else None,
             reachable=limited or count > self.counts.required(model),
         )
 
@@ -219,11 +219,11 @@ class FleetState:
         """Returns whether the rollout of the current revision has ended well."""
         return self.records.state.completed == self.current.number
 
-    def _former(self, model: ModelSpec, shown: ResolvedRevision) -> FormerVersion | None:
-        """Returns the version in which lost replicas restart during a canary or a frozen rollout of ``shown``."""
-        before = self.current if shown is not self.current and self._is_complete else self.stable
+    def _former(self, model: ModelSpec, generation: ResolvedRevision) -> FormerVersion | None:
+        """Returns the version in which lost replicas restart during a canary or a frozen rollout of ``generation``."""
+        before = self.current if generation is not self.current and self._is_complete else self.stable
         old = None if before is None else before.spec.model(model.name)
-        if before is None or old is None or before.versions[model.name] == shown.versions[model.name]:
+        if before is None or old is None or before.versions[model.name] == generation.versions[model.name]:
             return None
         return FormerVersion(old, before.versions[model.name], before.checkpoints.get(model.name))
 
@@ -289,17 +289,17 @@ class FleetState:
 
     def situation(self, revision: ResolvedRevision | None = None) -> Situation:
         """Returns the input of `compute_goal`, now or right after the installation of another revision."""
-        shown = revision or self.current
+        generation = revision or self.current
         return Situation(
-            shown.spec,
+            generation.spec,
             self.living_hosts,
-            shown.checkpoints,
-            {model.name: self.desired_model(model, revision) for model in shown.spec.models},
+            generation.checkpoints,
+            {model.name: self.desired_model(model, revision) for model in generation.spec.models},
             tuple(self.views.values()),
             self.blocked(),
             self.drained(),
             self.replaced(),
-            self._models_held(shown),
+            self._models_held(generation),
             frozenset(self.leaving()),
             self.ending(),
         )
@@ -312,9 +312,11 @@ class FleetState:
         draft = {model.draft.source} if model.draft is not None and model.draft_kind != "path" else set()
         return frozenset(elsewhere | draft)
 
-    def _models_held(self, shown: ResolvedRevision) -> dict[str, frozenset[str]]:
+    def _models_held(self, generation: ResolvedRevision) -> dict[str, frozenset[str]]:
         """Returns the models of a revision by host that have nothing to fetch there."""
-        sources_of = {model.name: sources for model in shown.spec.models if (sources := self.sources(model, shown))}
+        sources_of = {
+            model.name: sources for model in generation.spec.models if (sources := self.sources(model, generation))
+        }
         if not sources_of:
             return {}
         return {
@@ -331,7 +333,7 @@ class FleetState:
 
     def snapshot(self, revision: ResolvedRevision | None = None) -> FleetSnapshot:
         """Returns the input of `decide`, now or right after the installation of another revision."""
-        shown, now = revision or self.current, self.clock()
+        generation, now = revision or self.current, self.clock()
         memory = self.memory if revision is None else dataclasses.replace(self.memory, strategies={})
         relocation = memory.relocation
         limit_s = 0.0
@@ -340,9 +342,9 @@ class FleetState:
         return FleetSnapshot(
             situation=self.situation(revision),
             memory=memory,
-            engines=shown.engines,
-            preparations=self._preparations_of(shown),
-            compiled_on=self._compiled_on(shown),
+            engines=generation.engines,
+            preparations=self._preparations_of(generation),
+            compiled_on=self._compiled_on(generation),
             lost_hosts=self.lost,
             scaled=frozenset(self.records.state.scales),
             held=revision is None and self.hold is not None,
@@ -352,14 +354,14 @@ class FleetState:
             relocation_late=relocation is not None and now - self._relocated_at > limit_s,
         )
 
-    def _preparations_of(self, shown: ResolvedRevision) -> dict[Key, Preparation]:
+    def _preparations_of(self, generation: ResolvedRevision) -> dict[Key, Preparation]:
         """Returns the preparations for the versions of a revision."""
-        versions = set(shown.versions.items())
+        versions = set(generation.versions.items())
         return {key: preparation for key, preparation in self.preparations.items() if key[:2] in versions}
 
-    def _compiled_on(self, shown: ResolvedRevision) -> frozenset[Key]:
+    def _compiled_on(self, generation: ResolvedRevision) -> frozenset[Key]:
         """Returns where starts of running versions, or of those of a revision, have nothing to compile."""
-        used = {(view.model, view.version) for view in self.views.values()}.union(shown.versions.items())
+        used = {(view.model, view.version) for view in self.views.values()}.union(generation.versions.items())
         return frozenset(key for key in self.compiled_on if key[:2] in used)
 
     async def update_goal(self) -> Goal:

@@ -84,8 +84,8 @@ def run_compile(module: str, settings: msgspec.Struct, label: str, entry: Locked
             tail = "\n".join(log.read_text(errors="replace").splitlines()[-TAIL:])
             kept_log = entry.path.with_suffix(".log")  # a retry removes the entry
             shutil.copyfile(log, kept_log)
-            what = f"compiling {label} ended with exit code {process.returncode}"
-            raise EngineLoadError("compile-failed", what, f"its output is in {kept_log}") from RuntimeError(tail)
+            fact = f"compiling {label} ended with exit code {process.returncode}"
+            raise EngineLoadError("compile-failed", fact, f"its output is in {kept_log}") from RuntimeError(tail)
 
 
 def compile_main(arguments: list[str], module: str, kind: type[S], compile_here: Callable[[S, Path], None]) -> int:

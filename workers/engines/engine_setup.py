@@ -45,16 +45,16 @@ class CheckpointSettings(msgspec.Struct, frozen=True):
 def source_of(config: ReplicaConfig) -> Path:
     """Returns the folder of the checkpoint. Raises EngineLoadError without one."""
     if config.source is None:
-        what = f"the {config.engine} engine needs a checkpoint"
-        raise EngineLoadError("source-missing", what, "set `source` to a folder")
+        fact = f"the {config.engine} engine needs a checkpoint"
+        raise EngineLoadError("source-missing", fact, "set `source` to a folder")
     return Path(config.source)
 
 
 def dtype_on(engine: str, dtype: str, names: Mapping[str, str] = TORCH_DTYPES) -> str:
     """Returns the engine's name of ``dtype``, from ``names``. Raises EngineLoadError for an unsupported one."""
     if dtype not in names:
-        what = f"dtype {dtype!r} is not supported by the {engine} engine"
-        raise EngineLoadError("bad-dtype", what, f"use {', '.join(names)}")
+        fact = f"dtype {dtype!r} is not supported by the {engine} engine"
+        raise EngineLoadError("bad-dtype", fact, f"use {', '.join(names)}")
     return names[dtype]
 
 
@@ -75,5 +75,5 @@ def checked_lengths(
 def check_vocabularies(own: int | None, draft: int | None) -> None:
     """Raises EngineLoadError where the vocabulary of the draft model differs from the model's."""
     if own != draft:
-        what = f"the draft model's vocabulary has {draft} ids, the model's {own}"
-        raise EngineLoadError("bad-draft", what, "use a draft model with the same tokenizer")
+        fact = f"the draft model's vocabulary has {draft} ids, the model's {own}"
+        raise EngineLoadError("bad-draft", fact, "use a draft model with the same tokenizer")

@@ -247,14 +247,14 @@ def vllm_refusal(interpreter: Interpreter, release: VllmNeuron | None) -> Failur
     if release is None:
         return None
     if plugin is None:
-        what = f"{path} has vllm {vllm}, but no vllm-neuron, without which vLLM does not use NeuronCores"
-        return Failure("engine-not-installed", what, _SET)
+        fact = f"{path} has vllm {vllm}, but no vllm-neuron, without which vLLM does not use NeuronCores"
+        return Failure("engine-not-installed", fact, _SET)
     if version_of(plugin) != version_of(release.plugin):
-        what = f"{path} has vllm-neuron {plugin}, but the plan is for {release.plugin}"
+        fact = f"{path} has vllm-neuron {plugin}, but the plan is for {release.plugin}"
         known = [other.plugin for other in RELEASES if version_of(other.plugin) == version_of(plugin)]
         hint = f'set engines.vllm.plugin: "{known[0]}"' if known else f"install vllm-neuron {release.plugin}"
-        return Failure("vllm-release-differs", what, hint)
+        return Failure("vllm-release-differs", fact, hint)
     if version_of(vllm) != version_of(release.vllm):
-        what = f"{path} has vllm {vllm}, but vllm-neuron {plugin} is for vLLM {release.vllm}"
-        return Failure("vllm-release-differs", what, f"install vllm {release.vllm} there")
+        fact = f"{path} has vllm {vllm}, but vllm-neuron {plugin} is for vLLM {release.vllm}"
+        return Failure("vllm-release-differs", fact, f"install vllm {release.vllm} there")
     return None

@@ -337,8 +337,8 @@ def fault_of(error: BaseException | None, log: Iterable[str] = ()) -> Failure | 
     if not codes:
         return None
     code = min(codes)  # 3
-    what = f"the Neuron runtime returned status {code} ({STATUS_NAMES[code]})"
-    return Failure("runtime-failed", what, "see the replica's log")
+    fact = f"the Neuron runtime returned status {code} ({STATUS_NAMES[code]})"
+    return Failure("runtime-failed", fact, "see the replica's log")
 
 
 def after_serving(failure: Failure) -> Failure:

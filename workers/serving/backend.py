@@ -51,9 +51,9 @@ def local_contents(config: ReplicaConfig) -> str:
     folders = [Path(folder) for folder in config.local_folders()]
     contents = contents_of(folders) if folders else ""
     if config.contents not in ("", contents):
-        what = f"the files in {' and '.join(map(str, folders))} have changed since {config.model} loaded them here"
+        fact = f"the files in {' and '.join(map(str, folders))} have changed since {config.model} loaded them here"
         hint = f"load them with corewright rollout restart {config.model}, or put the former files back"
-        raise EngineLoadError("source-changed", what, hint)
+        raise EngineLoadError("source-changed", fact, hint)
     return contents
 
 

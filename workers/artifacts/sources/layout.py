@@ -95,8 +95,8 @@ def graph_cache_error(source: str, names: Collection[str]) -> SourceError | None
     """Returns the error of a source that is a cache of compiled graphs, without a model; None: it is not."""
     if "config.json" in names or not any(map(_CACHED_GRAPH.match, names)):
         return None
-    what = f"{source} is a cache of compiled graphs (neuronxcc-*/MODULE_*), not a model"
-    return SourceError("layout-unknown", what, "set source to the model that the graphs were compiled from")
+    fact = f"{source} is a cache of compiled graphs (neuronxcc-*/MODULE_*), not a model"
+    return SourceError("layout-unknown", fact, "set source to the model that the graphs were compiled from")
 
 
 def registry_of(names: Iterable[str]) -> list[str]:

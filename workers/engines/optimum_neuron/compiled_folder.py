@@ -59,8 +59,8 @@ def find(source: Path) -> CompiledFolder | None:
         return None
     recorded = read_json(source / NEURON_CONFIG)
     if "_serialized_key" not in recorded:
-        what = f"{source} was compiled by NxD Inference, whose graphs Optimum Neuron cannot run"
-        raise EngineLoadError("layout-unsupported", what, f"use engine: nxd-inference, or {_ORIGINAL_HINT}")
+        fact = f"{source} was compiled by NxD Inference, whose graphs Optimum Neuron cannot run"
+        raise EngineLoadError("layout-unsupported", fact, f"use engine: nxd-inference, or {_ORIGINAL_HINT}")
     return CompiledFolder("nxd", recorded, source, names)
 
 
@@ -76,8 +76,8 @@ def start_error(config: ReplicaConfig, targets: Collection[str] = ()) -> EngineL
     except EngineLoadError as error:
         return error
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:  # not as the package writes it
-        what = f"the settings in {config.source} cannot be compared: {type(error).__name__}: {error}"
-        return EngineLoadError("artifacts-mismatch", what, _ORIGINAL_HINT)
+        fact = f"the settings in {config.source} cannot be compared: {type(error).__name__}: {error}"
+        return EngineLoadError("artifacts-mismatch", fact, _ORIGINAL_HINT)
     return None
 
 
@@ -89,8 +89,8 @@ def check(folder: CompiledFolder, settings: OptimumSettings, targets: Collection
     3. The weights are there: of every core, or the original ones.
     """
     if folder.era == "nxd" and not settings.allow_pickle:  # 1
-        what = f"{folder.path / COMPILED} is a compiled program, and loading it can run code"
-        raise EngineLoadError("pickle-refused", what, f"set `allow_pickle: true` if you trust it, or {_ORIGINAL_HINT}")
+        fact = f"{folder.path / COMPILED} is a compiled program, and loading it can run code"
+        raise EngineLoadError("pickle-refused", fact, f"set `allow_pickle: true` if you trust it, or {_ORIGINAL_HINT}")
     if mismatches := [*folder.differences(settings), *_wrong_target(folder, targets)]:  # 2
         raise _mismatch(folder, mismatches)
     _check_weights(folder, settings)  # 3
@@ -120,9 +120,9 @@ def _wrong_target(folder: CompiledFolder, targets: Collection[str]) -> Iterator[
 
 
 def _mismatch(folder: CompiledFolder, differences: Collection[Difference]) -> EngineLoadError:
-    what = f"{folder.path} was compiled by Optimum Neuron for other settings than the spec's: "
-    what += "; ".join(map(str, differences))
-    return EngineLoadError("artifacts-mismatch", what, f"adapt the spec to these settings, or {_ORIGINAL_HINT}")
+    fact = f"{folder.path} was compiled by Optimum Neuron for other settings than the spec's: "
+    fact += "; ".join(map(str, differences))
+    return EngineLoadError("artifacts-mismatch", fact, f"adapt the spec to these settings, or {_ORIGINAL_HINT}")
 
 
 def _check_weights(folder: CompiledFolder, settings: OptimumSettings) -> None:
@@ -137,7 +137,7 @@ def _check_weights(folder: CompiledFolder, settings: OptimumSettings) -> None:
             raise EngineLoadError("weights-missing", f"{folder.path} is missing {files}", "copy the weights again")
     if missing:
         origin, revision = folder.recorded.get("checkpoint_id"), folder.recorded.get("checkpoint_revision")
-        what = f"{folder.path} was compiled without weights"
-        what += f"; they are those of {origin} at {revision}" if origin else ""
+        fact = f"{folder.path} was compiled without weights"
+        fact += f"; they are those of {origin} at {revision}" if origin else ""
         hint = "copy the model's safetensors there" if folder.era == "nxd" else "copy its folder checkpoint/ there"
-        raise EngineLoadError("weights-missing", what, f"{hint}, or {_ORIGINAL_HINT}")
+        raise EngineLoadError("weights-missing", fact, f"{hint}, or {_ORIGINAL_HINT}")

@@ -52,13 +52,13 @@ def _checked(settings: OptimumSettings, package: OptimumPackage) -> bool:
     dtype_on("optimum-neuron", settings.dtype)
     check_length(settings.max_len, positions_of(config))
     check_computed(settings, config)
-    family, what, hint = config.get("model_type"), "", "use the engine cpu, or another model"
+    family, fact, hint = config.get("model_type"), "", "use the engine cpu, or another model"
     if family not in OPTIMUM_FAMILIES["tnx"]:
-        what, hint = f"Optimum Neuron {package.version} does not serve {family}", "use the engine cpu"
+        fact, hint = f"Optimum Neuron {package.version} does not serve {family}", "use the engine cpu"
     elif lacks := Reading.of(config).lacks:
-        what = f"Optimum Neuron {package.version} does not support {family} with {lacks}"
-    if what:
-        raise EngineLoadError("unknown-family", f"{what} ({source / 'config.json'})", hint)
+        fact = f"Optimum Neuron {package.version} does not support {family} with {lacks}"
+    if fact:
+        raise EngineLoadError("unknown-family", f"{fact} ({source / 'config.json'})", hint)
     if settings.sampling == "device":
         message = f"Optimum Neuron {package.version} samples on the host only"
         raise EngineLoadError("bad-engine-option", message, "set `sampling: host`")

@@ -59,8 +59,8 @@ def find_package() -> OptimumPackage:
         raise _missing(DISTRIBUTION) from error
     era = optimum_era(version)
     if era is None:
-        what = f"Optimum Neuron {version} is not supported: only 0.0.28, and 0.4.2 and later of 0.4"
-        raise EngineLoadError("engine-not-installed", what, WHERE)
+        fact = f"Optimum Neuron {version} is not supported: only 0.0.28, and 0.4.2 and later of 0.4"
+        raise EngineLoadError("engine-not-installed", fact, WHERE)
     return OptimumPackage(version, era)
 
 
@@ -86,8 +86,8 @@ def export_config(package: OptimumPackage, settings: OptimumSettings) -> tuple[A
     if "prefill_chunk_size" in inspect.signature(choose).parameters:
         more["prefill_chunk_size"] = settings.prefill_chunk_size
     elif settings.prefill_chunk_size:
-        what = f"Optimum Neuron {package.version} has no prefill_chunk_size; 0.4.6 and later have it"
-        raise EngineLoadError("bad-engine-option", what, "remove `engine_options.prefill_chunk_size`")
+        fact = f"Optimum Neuron {package.version} has no prefill_chunk_size; 0.4.6 and later have it"
+        raise EngineLoadError("bad-engine-option", fact, "remove `engine_options.prefill_chunk_size`")
     try:
         neuron = choose(
             settings.source,
@@ -101,8 +101,8 @@ def export_config(package: OptimumPackage, settings: OptimumSettings) -> tuple[A
     except ValueError as error:
         raise EngineLoadError("unknown-family", f"Optimum Neuron {package.version}: {error}") from error
     if settings.sampling == "device" and not neuron.on_device_sampling:
-        what = f"Optimum Neuron {package.version} does not sample tokens of {settings.source} on the device"
-        raise EngineLoadError("bad-engine-option", what, "set `sampling: host`")
+        fact = f"Optimum Neuron {package.version} does not sample tokens of {settings.source} on the device"
+        raise EngineLoadError("bad-engine-option", fact, "set `sampling: host`")
     neuron.on_device_sampling = settings.sampling == "device"
     neuron.max_topk = min(MAX_TOP_K, int(written["vocab_size"]))
     if settings.slots > 1 and not neuron.continuous_batching and getattr(neuron, "prefill_chunk_size", None):

@@ -50,12 +50,12 @@ def check_computed(settings: OptimumSettings, config: Mapping[str, Any]) -> None
             raise EngineLoadError("unknown-family", f"Optimum Neuron ignores the attention_bias of {path}", hint)
         usual = int(config["hidden_size"]) // int(config["num_attention_heads"])
         if config.get("head_dim") not in (None, usual):  # 2
-            what = f"Optimum Neuron ignores the head_dim of {path}, {config['head_dim']}: it computes with {usual}"
-            raise EngineLoadError("unknown-family", what, hint)
+            fact = f"Optimum Neuron ignores the head_dim of {path}, {config['head_dim']}: it computes with {usual}"
+            raise EngineLoadError("unknown-family", fact, hint)
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
     if window is not None and int(window) < settings.max_len and family != "mistral":  # 3
-        what = f"{settings.source} uses a sliding window of {window} tokens, which Optimum Neuron ignores"
-        raise EngineLoadError("window-not-kept", what, f"set `max_len` to at most {window}, or use the cpu engine")
+        fact = f"{settings.source} uses a sliding window of {window} tokens, which Optimum Neuron ignores"
+        raise EngineLoadError("window-not-kept", fact, f"set `max_len` to at most {window}, or use the cpu engine")
 
 
 _CAST_TYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}

@@ -61,12 +61,12 @@ def import_package() -> Any:
         raise _missing(error.name or NAME) from error
     if lacking := [call for call, keywords in CALLS.items() if not _has(package, call, keywords)]:
         keywords = ", ".join(CALLS[lacking[0]])
-        what = f"torch-neuronx {version_of(DISTRIBUTION)} has no {lacking[0]}({keywords})"
-        raise EngineLoadError("engine-not-installed", what, f"install a later release; {WHERE}")
+        fact = f"torch-neuronx {version_of(DISTRIBUTION)} has no {lacking[0]}({keywords})"
+        raise EngineLoadError("engine-not-installed", fact, f"install a later release; {WHERE}")
     if not reaches(version, CPU_TRANSFORMERS):
-        what = f"the torch-neuronx engine needs transformers {CPU_TRANSFORMERS} or later, not {version}"
+        fact = f"the torch-neuronx engine needs transformers {CPU_TRANSFORMERS} or later, not {version}"
         hint = f"run python -m pip install 'transformers>={CPU_TRANSFORMERS}' in the replica's Python"
-        raise EngineLoadError("engine-not-installed", what, hint)
+        raise EngineLoadError("engine-not-installed", fact, hint)
     return package
 
 
@@ -163,13 +163,13 @@ def compile_trace(tracing: Tracing, length: int, artifacts: LockedEntry) -> None
 
 
 def _not_compiled(error: Exception, tracing: Tracing, length: int) -> EngineLoadError:
-    what = f"the bucket of {length} tokens, {tracing.batch} rows, of {tracing.source} is not compiled: "
+    bucket = f"the bucket of {length} tokens, {tracing.batch} rows, of {tracing.source}"
     if is_out_of_memory(error):
-        return out_of_memory(error, f"the compile of {what.removesuffix(' is not compiled: ')}")
+        return out_of_memory(error, f"the compile of {bucket}")
     if (fault := fault_of(error)) is not None:
-        return EngineLoadError(fault.id, what + fault.what, fault.hint)
-    what += f"{type(error).__name__}: {error}"
-    return EngineLoadError("compile-failed", what, "use other buckets or another compiled_batch, or engine: cpu")
+        return EngineLoadError(fault.id, f"{bucket} is not compiled: {fault.what}", fault.hint)
+    fact = f"{bucket} is not compiled: {type(error).__name__}: {error}"
+    return EngineLoadError("compile-failed", fact, "use other buckets or another compiled_batch, or engine: cpu")
 
 
 def compiler_args() -> list[str]:
@@ -179,8 +179,8 @@ def compiler_args() -> list[str]:
     """
     target = neuron_target.current()
     if target.name is None:
-        what = f"the machine to compile for is unknown: it has no Neuron device, and {neuron_target.OVERRIDE} is unset"
-        raise EngineLoadError("compile-failed", what, f"set {neuron_target.OVERRIDE} to trn1 (inf2, too) or trn2")
+        fact = f"the machine to compile for is unknown: it has no Neuron device, and {neuron_target.OVERRIDE} is unset"
+        raise EngineLoadError("compile-failed", fact, f"set {neuron_target.OVERRIDE} to trn1 (inf2, too) or trn2")
     given = [
         flag for flag in os.environ.get("NEURON_CC_FLAGS", "").split() if flag.partition("=")[0] not in WRAPPER_FLAGS
     ]
@@ -206,8 +206,8 @@ def compile_in_process(config: ReplicaConfig) -> None:
     try:
         failure = msgspec.json.decode(process.stdout, type=Failure)
     except msgspec.DecodeError:
-        what = f"compiling {config.source} ended with exit code {process.returncode}"
-        raise EngineLoadError("compile-failed", what, f"its output is in {config.log}") from None
+        fact = f"compiling {config.source} ended with exit code {process.returncode}"
+        raise EngineLoadError("compile-failed", fact, f"its output is in {config.log}") from None
     raise EngineLoadError(failure.id, failure.what, failure.hint)
 
 

@@ -114,8 +114,8 @@ class TorchNeuronxEncoder(LoadableEngine[EncoderSpec]):
         import torch
 
         if not held.complete:
-            what = f"the compiled artifacts in {held.path} were removed while the replica started"
-            raise EngineLoadError("artifacts-stale", what, "start it again")
+            fact = f"the compiled artifacts in {held.path} were removed while the replica started"
+            raise EngineLoadError("artifacts-stale", fact, "start it again")
         jit: Any = torch.jit
         try:
             trace = jit.load(str(held.path / TRACE))
@@ -136,9 +136,9 @@ class TorchNeuronxEncoder(LoadableEngine[EncoderSpec]):
             package.replace_weights(trace, graph.state_dict())
         except (KeyError, RuntimeError, TypeError, ValueError) as error:
             held.forget()
-            what = f"the trace in {held.path} does not take the weights of {self._config.source}: {error}"
+            fact = f"the trace in {held.path} does not take the weights of {self._config.source}: {error}"
             hint = "it is discarded: the next start compiles it again"
-            raise EngineLoadError("artifacts-stale", what, hint) from error
+            raise EngineLoadError("artifacts-stale", fact, hint) from error
 
     def _check(self, length: int, graph: torch.nn.Module) -> int:
         """Runs a bucket once with a full batch, and compares it with the CPU: a trace freezes control flow by the
@@ -153,7 +153,7 @@ class TorchNeuronxEncoder(LoadableEngine[EncoderSpec]):
         scale = max(float(expected.norm()), 0.0 if self._tracing.kind == "embedding" else 1.0)
         error = float((rows - expected).norm(dim=-1).max()) / max(scale, 1e-9)
         if not error <= MOST_ERROR:  # NaN, too
-            what = f"the trace of {length} tokens of {self._config.source} differs from the CPU by {error:.3g} of a "
-            what += f"vector's length; the most is {MOST_ERROR}"
-            raise EngineLoadError("trace-deviates", what, "try dtype: fp32 without compiler.flags, or engine: cpu")
+            fact = f"the trace of {length} tokens of {self._config.source} differs from the CPU by {error:.3g} of a "
+            fact += f"vector's length; the most is {MOST_ERROR}"
+            raise EngineLoadError("trace-deviates", fact, "try dtype: fp32 without compiler.flags, or engine: cpu")
         return rows.shape[1]

@@ -152,8 +152,8 @@ def _with_inputs(graph: nn.Module, uses: tuple[int, ...]) -> nn.Module:
 def _check_family(family: str, folder: Path) -> None:
     if family not in TRACED_FAMILIES:
         why = TRACED_REFUSED.get(family, "it was not tried")
-        what = f"torch-neuronx does not serve the model_type {family!r} of {folder / 'config.json'}: {why}"
-        raise EngineLoadError("unknown-family", what, f"use engine: cpu; supported: {', '.join(TRACED_FAMILIES)}")
+        fact = f"torch-neuronx does not serve the model_type {family!r} of {folder / 'config.json'}: {why}"
+        raise EngineLoadError("unknown-family", fact, f"use engine: cpu; supported: {', '.join(TRACED_FAMILIES)}")
 
 
 def _lengths(config: ReplicaConfig) -> tuple[int, ...]:
@@ -162,8 +162,8 @@ def _lengths(config: ReplicaConfig) -> tuple[int, ...]:
     except ValueError as error:
         raise EngineLoadError("bad-buckets", str(error)) from error
     if lengths[-1] != config.max_len:
-        what = f"the largest prefill bucket is {lengths[-1]}, less than max_len {config.max_len}"
-        raise EngineLoadError("bad-buckets", what, f"add {config.max_len}")
+        fact = f"the largest prefill bucket is {lengths[-1]}, less than max_len {config.max_len}"
+        raise EngineLoadError("bad-buckets", fact, f"add {config.max_len}")
     return lengths
 
 
@@ -173,5 +173,5 @@ def _read(folder: Path) -> Any:
     try:
         return AutoConfig.from_pretrained(str(folder), local_files_only=True)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        what = f"{folder / 'config.json'} cannot be read: {type(error).__name__}: {error}"
-        raise EngineLoadError("config-unreadable", what) from error
+        fact = f"{folder / 'config.json'} cannot be read: {type(error).__name__}: {error}"
+        raise EngineLoadError("config-unreadable", fact) from error
