@@ -83,7 +83,7 @@ def run_applications(
     delete_applications([name for name in applications_of(fleet, known) if name not in wanted], wait_s=0.0)
     _deploy(
         {
-            name: _application(settings, fleet, place)
+            name: _application(settings, fleet, place, _count(settings, place))
             for name, place in wanted.items()
             if name not in known or known[name].status not in KEPT
         }
@@ -102,9 +102,9 @@ def run_applications(
 
 def start_spare_gateway(settings: GatewaySettings, fleet: str) -> None:
     """Deploy the gateway that stands by on the fleet's own Ray, without waiting for it: the first one starts sooner
-    without it. It is an application of its own, since Serve replaces all gateways of one that is changed."""
-    alone = msgspec.structs.replace(settings, gateways=1, gateway_spare=False)
-    _deploy({f"{ray_name(fleet)}-spare": _application(alone, fleet, GatewayPlace("", ""))})
+    without it. It is an application of its own, since Serve replaces all gateways of one that is changed. Its settings
+    are those of the others: it may take the seat of any of them."""
+    _deploy({f"{ray_name(fleet)}-spare": _application(settings, fleet, GatewayPlace("", ""), 1)})
 
 
 def _deploy(applications: dict[str, Any]) -> None:
@@ -115,15 +115,20 @@ def _deploy(applications: dict[str, Any]) -> None:
         serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
 
 
-def _application(settings: GatewaySettings, fleet: str, place: GatewayPlace) -> Any:
-    """Returns the application of the gateways on one machine: of a joined cluster or, without a label, the head."""
+def _count(settings: GatewaySettings, place: GatewayPlace) -> int:
+    """Returns the number of gateways on one machine; on a joined cluster their spare is one of the application."""
+    return settings.gateways + 1 if settings.gateway_spare and place.label else settings.gateways
+
+
+def _application(settings: GatewaySettings, fleet: str, place: GatewayPlace, count: int) -> Any:
+    """Returns the application of ``count`` gateways on one machine: of a joined cluster or, without a label, the
+    head."""
     from ray import serve
 
-    is_joined = bool(place.label)
-    options = {"label_selector": {NODE_LABEL: place.node}, **own_interpreter()} if is_joined else {"resources": HEAD}
+    options = {"label_selector": {NODE_LABEL: place.node}, **own_interpreter()} if place.label else {"resources": HEAD}
     deployment: Any = serve.deployment(
         name="gateway",
-        num_replicas=settings.gateways + (settings.gateway_spare and is_joined),
+        num_replicas=count,
         ray_actor_options={"num_cpus": 0, **options},
         health_check_period_s=1,  # a dead gateway is replaced after 0.9 s; after 9.4 s at Serve's default of 10
         health_check_timeout_s=5,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 
 from orchestrator.cli.views import status_text
+from orchestrator.cluster import gateways
 from orchestrator.cluster.gateway_start import are_starting, client_url, loopback_warning, not_started
 from orchestrator.fleet.fleet_status import GatewayInFleet
 from orchestrator.fleet.gateway_places import ClusterMachine, GatewayPlace
@@ -35,6 +38,23 @@ def gateway(machine: str, state: str, address: str | None = None, reason: str | 
 )
 def test_the_printed_address_is_that_of_a_gateway(host: str, places_on: str, url: str) -> None:
     assert client_url(GatewaySettings(host=host, port=8080, home=""), places_on, MACHINES) == url
+
+
+@pytest.mark.parametrize(("spare", "label", "count"), [(True, "", 2), (True, "a", 3), (False, "a", 2)])
+def test_a_machine_has_its_gateways_and_on_a_cluster_their_spare(spare: bool, label: str, count: int) -> None:
+    settings = GatewaySettings(host="", port=1, home="", gateways=2, gateway_spare=spare)
+    assert gateways._count(settings, GatewayPlace(label, "n1")) == count
+
+
+def test_the_spare_gateway_may_take_the_seat_of_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each reads from its settings how many there are. Serve would take 5 s to replace the second one."""
+    deployed: dict[str, Any] = {}
+    monkeypatch.setattr(gateways, "_deploy", deployed.update)
+    settings = GatewaySettings(host="", port=1, home="", gateways=2)
+    gateways.start_spare_gateway(settings, "chat")
+    (application,) = deployed.values()
+    deployment = application._bound_deployment
+    assert (deployment.num_replicas, deployment.init_args) == (1, (settings, "chat"))
 
 
 def test_several_gateways_on_loopback_are_a_warning() -> None:
