@@ -74,9 +74,9 @@ def test_up_fails_if_no_gateway_runs_and_names_those_that_do_not() -> None:
         False,
     ]
     assert not_started([runs, failed], "hosts", "g.log") == ["b: no port"]
-    for gateways, cause in (([failed], "b: no port"), ([], "gateways_on: zone=x")):
+    for reports, cause in (([failed], "b: no port"), ([], "gateways_on: zone=x")):
         with pytest.raises(Failed, match=cause) as raised:
-            not_started(gateways, "zone=x", "g.log")
+            not_started(reports, "zone=x", "g.log")
         assert raised.value.problem.id == "gateway-not-started"
 
 
