@@ -51,12 +51,12 @@ async def events(fleet: OperatedFleet, request: EventsQuery) -> EventPage:
         model_of(fleet, request.model)
     journal, version = fleet.state.records.journal, 0
     deadline = time.monotonic() + request.wait_s
-    while not (found := journal.events(request.after, request.limit, request.model)):
+    while not (page := journal.events(request.after, request.limit, request.model)):
         remaining_s = deadline - time.monotonic()
         if remaining_s <= 0:
             return EventPage(events=[], next=request.after)
         version = await fleet.controller.change(version, min(remaining_s, LOG_POLL_S))
-    rows = [msgspec.convert(event, EventRow, from_attributes=True) for event in found]
+    rows = [msgspec.convert(event, EventRow, from_attributes=True) for event in page]
     return EventPage(
         events=[msgspec.structs.replace(row, at=round(row.at, 3)) for row in rows],
         next=rows[-1].seq,

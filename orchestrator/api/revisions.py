@@ -183,7 +183,6 @@ async def install(
     summary = msgspec.to_builtins({"models": plan.models, "changes": plan.changes})
     revision = await write(fleet, msgspec.structs.replace(revision, number=state.next_number, plan=summary))
     state.install(dataclasses.replace(generation, revision=revision), outlook.decision)
-    fleet.controller.table.renew_deadlines()
     state.records.event("info", "Applied", f"revision {revision.number} by {revision.by}, {changes_text(summary)}")
     fleet.controller.wake_up()
     return Applied(changed=True, revision=revision.number, index=state.records.state.index, plan=plan)

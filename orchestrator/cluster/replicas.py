@@ -144,7 +144,7 @@ class ReplicaActors:
         raise ReplicaDied("it was ended")
 
     async def _free_leases(self, name: str, host: str) -> None:
-        """Ends what may hold the cores that a replica waits for: workers that Ray has leased to nobody."""
+        """Ends what may hold the cores that a replica waits for: idle workers with an unused lease."""
         with contextlib.suppress(HostLost, RayError):
             if pids := await self._hosts.call(host, "end_idle_workers", UNLEASED_S):
                 log.warning("%s has no process after %.0f s: idle workers ended: %s", name, UNLEASED_S, pids)

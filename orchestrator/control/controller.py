@@ -156,7 +156,6 @@ class Controller:
         self._counters.rollout(state.current.number, rollout_state(state)[0])
         if rollback is not None:
             await roll_back(state, rollback)
-            self.table.renew_deadlines()
             goal = await state.update_goal()
         if self._closing:
             return

@@ -89,12 +89,6 @@ class ReplicaTable:
         for view in list(self.state.views.values()):
             self.store(dataclasses.replace(view, failures=0, stopped=False))
 
-    def renew_deadlines(self) -> None:
-        """Apply the deadlines of a new revision to running replicas."""
-        for view in list(self.state.views.values()):
-            if self.state.current.spec.model(view.model) is not None:
-                self.store(dataclasses.replace(view, deadlines=self.state.deadlines(view.model)))
-
     def status(self, view: ReplicaView) -> ReplicaStatus | None:
         """Returns the last status of this start of the replica."""
         start = self.starts.get(view.id)

@@ -403,8 +403,10 @@ class FleetState:
         if self._is_complete:
             self.stable = self.current
         self.current = generation
-        for view in list(self.views.values()):  # the change may have fixed the cause
-            self.views[view.id] = dataclasses.replace(view, stopped=False)
+        for view in list(self.views.values()):  # the change may have fixed the cause of a stop
+            model = generation.spec.model(view.model)
+            deadlines = view.deadlines if model is None else model.deadlines
+            self.views[view.id] = dataclasses.replace(view, stopped=False, deadlines=deadlines)
         self.late.clear()
         used = {(view.model, view.version) for view in self.views.values()}.union(generation.versions.items())
         self.preparations = self._preparations_of(generation)

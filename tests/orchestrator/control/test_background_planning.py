@@ -13,8 +13,9 @@ import pytest
 
 from orchestrator.fleet.replica_states import State
 from orchestrator.rollout import decide as decisions
-from orchestrator.rollout.decide import decide
+from orchestrator.rollout.decide import FleetDecision, FleetSnapshot, decide
 from orchestrator.rollout.rollout_step import Goal, Situation, compute_goal
+from orchestrator.state import fleet_state
 from tests.orchestrator import virtual_cluster
 from tests.orchestrator.fakes import FakeCluster, Played, virtual
 from tests.orchestrator.virtual_cluster import VirtualCluster
@@ -127,3 +128,24 @@ async def test_a_fleet_at_rest_is_not_planned_again(tmp_path: Path, monkeypatch:
         await cluster.die(replica, "killed by signal 9")
         await played.until(lambda: planned, "planned", DEADLINE_S)
         await played.kill()
+
+
+@virtual
+async def test_the_round_after_an_apply_carries_out_the_decision_of_its_preview(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It decides anew only when something has changed, here the end of the rollout."""
+    decided: list[FleetSnapshot] = []
+
+    def noted(snapshot: FleetSnapshot) -> FleetDecision:
+        decided.append(snapshot)
+        return decide(snapshot)
+
+    async with Played(tmp_path, FakeCluster(), SPEC % (2, 4, 1)) as played:
+        await played.settled()
+        await asyncio.sleep(5.0)
+        monkeypatch.setattr(fleet_state, "decide", noted)
+        applied = await played.apply((SPEC % (2, 4, 1)).replace("engine: echo", "engine: echo, max_queue: 7"))
+        await asyncio.sleep(5.0)
+        assert applied["changed"]
+        assert [snapshot.situation.desired_models["m"].reachable for snapshot in decided] == [True]
