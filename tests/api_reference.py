@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 
 from orchestrator.api.routes import ROUTES
-from orchestrator.fleet.controller_settings import ADMIN_PATH
-from orchestrator.fleet.fleet_status import FleetStatus
+from orchestrator.messages.controller_settings import ADMIN_PATH
+from orchestrator.messages.fleet_status import FleetStatus
 
 _BLOCK = re.compile(
     r"(?P<begin><!-- generated from the (?:routes|types): (?P<name>[a-z]+) -->\n).*?(?P<end><!-- end of generated -->)",

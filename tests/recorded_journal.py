@@ -1,4 +1,4 @@
-"""Records a journal of this version, which the next ones must read (`tests/orchestrator/records/test_old_journals.py`).
+"""Records a journal of this version, which the next ones must read (`test_old_journals.py`).
 
 At a release: `.venv/bin/python -m tests.recorded_journal tests/golden/previous`.
 """
@@ -10,8 +10,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from orchestrator.records.journal import Journal
-from orchestrator.records.journal_records import Event
+from orchestrator.control.journal.journal import Journal
+from orchestrator.control.journal.journal_records import Event
 from tests.orchestrator.fakes import FakeCluster, Played, virtually
 from workers.messages.status import Failure, Phase, Reaction
 

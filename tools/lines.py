@@ -48,12 +48,7 @@ BUDGETS = (
     Budget(
         (
             "orchestrator/control",
-            "orchestrator/state",
-            "orchestrator/fleet",
-            "orchestrator/starts",
-            "orchestrator/rollout",
-            "orchestrator/revisions",
-            "orchestrator/records",
+            "orchestrator/messages",
         ),
         4_600,
     ),

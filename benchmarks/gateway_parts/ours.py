@@ -13,10 +13,10 @@ from typing import Any
 from benchmarks.gateway_parts.child import argument, say
 from benchmarks.gateway_parts.engine import EPOCH, TOKEN
 from orchestrator.access.keys import KeyFile
-from orchestrator.fleet.replica_states import ModelState
-from orchestrator.fleet.route_table import ModelRoutes, Route, RouteTable
 from orchestrator.gateway.server import GatewayServer
 from orchestrator.gateway.settings import GatewaySettings
+from orchestrator.messages.replica_states import ModelState
+from orchestrator.messages.route_table import ModelRoutes, Route, RouteTable
 from orchestrator.process.addresses import free_port
 from orchestrator.process.collector import settle_collector
 from orchestrator.process.home import Home

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from orchestrator.fleet.controller_settings import ControllerSettings
+from orchestrator.messages.controller_settings import ControllerSettings
 from placements.spec.notation import unusable_path
 from placements.spec.parse import parse
 from placements.spec.problems import Problem

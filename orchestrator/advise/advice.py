@@ -9,9 +9,9 @@ from typing import Any
 
 import yaml
 
+from orchestrator.control.resolve.checkpoint_reader import CheckpointFacts, read_facts
+from orchestrator.control.resolve.spec_file import SpecFile, judge, this_machine
 from orchestrator.process.failure import Failed
-from orchestrator.revisions.checkpoint_reader import CheckpointFacts, read_facts
-from orchestrator.revisions.spec_file import SpecFile, judge, this_machine
 from orchestrator.simulate.report import Summary
 from orchestrator.simulate.run import Fixed, simulate
 from orchestrator.simulate.scenario import SimModel, scenario_of

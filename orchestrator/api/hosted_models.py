@@ -15,13 +15,13 @@ from orchestrator.api.operation import OperatedFleet
 from orchestrator.api.preview import outlook_of, read_spec
 from orchestrator.api.revisions import install
 from orchestrator.api.schemas import OperationRefused, SpecText
-from orchestrator.fleet.hosting import Hosting
-from orchestrator.fleet.replica_states import State
+from orchestrator.control.resolve.resolved_revision import ResolvedRevision
+from orchestrator.control.resolve.spec_file import SpecFile
+from orchestrator.control.rollout_progress import failure_of
+from orchestrator.messages.gateway_calls import Hosting
+from orchestrator.messages.replica_states import State
 from orchestrator.process.failure import Failed
-from orchestrator.revisions.resolved_revision import ResolvedRevision
-from orchestrator.revisions.spec_file import SpecFile
 from orchestrator.sagemaker.model_folder import SPEC, Fields, read_folder, text_of
-from orchestrator.state.rollout_progress import failure_of
 from placements.facts.plural import counted
 from placements.facts.topology import Machine
 from placements.spec.notation import NAME, unusable_path

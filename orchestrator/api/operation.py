@@ -12,13 +12,13 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from orchestrator.access.source_policy import SourcePolicy, allowed_by_setting, allowed_to_keys
 from orchestrator.api.schemas import OperationRefused
 from orchestrator.control.controller import Controller
-from orchestrator.fleet.controller_settings import ControllerSettings
-from orchestrator.fleet.effects import ClusterClient
-from orchestrator.fleet.snapshot import ReplicaView
-from orchestrator.records.journal import JournalLost, JournalUnwritable
-from orchestrator.records.journal_records import R
-from orchestrator.state.fleet_state import FleetState
-from orchestrator.state.rollout_progress import rollout_state
+from orchestrator.control.decisions.effects import ClusterClient
+from orchestrator.control.decisions.snapshot import ReplicaView
+from orchestrator.control.fleet_state import FleetState
+from orchestrator.control.journal.journal import JournalLost, JournalUnwritable
+from orchestrator.control.journal.journal_records import R
+from orchestrator.control.rollout_progress import rollout_state
+from orchestrator.messages.controller_settings import ControllerSettings
 from placements.spec.schema import ModelSpec
 
 P = ParamSpec("P")

@@ -36,18 +36,17 @@ from orchestrator.api.schemas import (
     SpecToExplain,
     SpecToPlan,
 )
-from orchestrator.fleet.replica_states import LEAVING
-from orchestrator.records.journal_records import Revision
-from orchestrator.revisions.resolved_revision import ResolvedRevision, resolve_spec
-from orchestrator.revisions.spec_file import SpecFile, examine, start_problems
-from orchestrator.rollout.changes import Action, ModelChange, Tag, difference, replica_changes
-from orchestrator.rollout.decide import FleetDecision, FleetSnapshot, decide
-from orchestrator.rollout.defragmentation import defragmentation
-from orchestrator.rollout.host_demand import HostDemand
-from orchestrator.rollout.host_drain import refusal, without_host
-from orchestrator.rollout.relocation import load_times, traffic
-from orchestrator.rollout.rollout_step import DesiredModel, Goal, Situation, compute_goal
-from orchestrator.rollout.update_strategy import UpdateStrategy, choose_strategy
+from orchestrator.control.decisions.changes import Action, ModelChange, Tag, difference, replica_changes
+from orchestrator.control.decisions.decide import FleetDecision, FleetSnapshot, decide
+from orchestrator.control.decisions.defragmentation import defragmentation
+from orchestrator.control.decisions.host_demand import HostDemand, refusal, without_host
+from orchestrator.control.decisions.relocation import load_times, traffic
+from orchestrator.control.decisions.rollout_step import DesiredModel, Goal, Situation, compute_goal
+from orchestrator.control.decisions.update_strategy import UpdateStrategy, choose_strategy
+from orchestrator.control.journal.journal_records import Revision
+from orchestrator.control.resolve.resolved_revision import ResolvedRevision, resolve_spec
+from orchestrator.control.resolve.spec_file import SpecFile, examine, start_problems
+from orchestrator.messages.replica_states import LEAVING
 from placements.explain.explain import explain as explain_placement
 from placements.explain.explanation import Question
 from placements.facts.plural import counted

@@ -27,11 +27,11 @@ from orchestrator.api.schemas import (
 )
 from orchestrator.console.fleet_feed import LiveView, RayLinks, ReplicaInRay
 from orchestrator.console.page import Entrance
-from orchestrator.fleet.fleet_status import EventPage, EventRow, FleetStatus
-from orchestrator.fleet.replica_states import LEAVING
-from orchestrator.fleet.snapshot import ReplicaView
+from orchestrator.control.decisions.snapshot import ReplicaView
+from orchestrator.messages.fleet_status import EventPage, EventRow, FleetStatus
+from orchestrator.messages.replica_states import LEAVING
+from orchestrator.messages.request_traces import read_page
 from orchestrator.process.home import Home
-from orchestrator.records.request_traces import read_page
 
 LOG_POLL_S = 0.25
 

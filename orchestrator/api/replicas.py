@@ -25,10 +25,10 @@ from orchestrator.api.schemas import (
     ReplacedReplica,
     ReplicaCount,
 )
-from orchestrator.fleet.fleet_status import HostInFleet
-from orchestrator.records.journal_records import Cordon, Departure, Scale
-from orchestrator.rollout.host_drain import refusal
-from orchestrator.state.quarantine import clear
+from orchestrator.control.decisions.host_demand import refusal
+from orchestrator.control.journal.journal_records import Cordon, Departure, Scale
+from orchestrator.control.quarantine import clear
+from orchestrator.messages.fleet_status import HostInFleet
 from placements.facts.core_range import CoreRange
 from placements.spec.schema import ModelSpec
 

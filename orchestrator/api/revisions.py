@@ -31,15 +31,15 @@ from orchestrator.api.schemas import (
     Undone,
     UndoTarget,
 )
+from orchestrator.control.decisions.changes import Action
+from orchestrator.control.decisions.rollout_step import compute_goal
+from orchestrator.control.decisions.snapshot import ReplicaView
+from orchestrator.control.journal.journal_records import Replace, Revision, RolloutState
+from orchestrator.control.resolve.resolved_revision import ResolvedRevision
+from orchestrator.control.resolve.spec_file import SpecFile
+from orchestrator.control.rollout_progress import rollout_state
 from orchestrator.control.status import rollout as rollout_status
-from orchestrator.fleet.fleet_status import RevisionRow, RevisionText, RolloutReport
-from orchestrator.fleet.snapshot import ReplicaView
-from orchestrator.records.journal_records import Replace, Revision, RolloutState
-from orchestrator.revisions.resolved_revision import ResolvedRevision
-from orchestrator.revisions.spec_file import SpecFile
-from orchestrator.rollout.changes import Action
-from orchestrator.rollout.rollout_step import compute_goal
-from orchestrator.state.rollout_progress import rollout_state
+from orchestrator.messages.fleet_status import RevisionRow, RevisionText, RolloutReport
 
 ROLLOUT_STATUS = "corewright rollout status shows the rollout"
 

@@ -15,8 +15,8 @@ import msgspec
 from orchestrator.api import preview, queries, replicas, revisions
 from orchestrator.api.operation import OperatedFleet
 from orchestrator.api.schemas import EmptyBody, Fields, Refusal
-from orchestrator.fleet.controller_settings import ADMIN_PATH
 from orchestrator.gateway.http.route import components, json_content, json_response, operation_id
+from orchestrator.messages.controller_settings import ADMIN_PATH
 from orchestrator.process.version import corewright_version
 
 REFUSALS: Mapping[int, str] = MappingProxyType(

@@ -10,10 +10,10 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from orchestrator.fleet.controller_settings import LONGEST_WAIT_S
-from orchestrator.fleet.fleet_status import RevisionRow
+from orchestrator.control.decisions.changes import FieldChange
+from orchestrator.messages.controller_settings import LONGEST_WAIT_S
+from orchestrator.messages.fleet_status import RevisionRow
 from orchestrator.process.failure import Failed
-from orchestrator.rollout.changes import FieldChange
 from orchestrator.scaling.demand_report import LiveRequest, RoutingDecision
 from placements.explain.explanation import Constraint
 from placements.spec.problems import Problem

@@ -24,13 +24,13 @@ from orchestrator.api.routes import ROUTES, AdminRoute, console_calls
 from orchestrator.api.schemas import Applied, EventsQuery, Fields, OperationRefused, Reason, Refusal, Undone
 from orchestrator.console.fleet_feed import ConsoleSource, FleetFeed
 from orchestrator.console.page import CONSOLE_PATH, PLAYGROUND_PATH, ConsolePage, Playground
-from orchestrator.fleet.controller_settings import ADMIN_PATH, BY_HEADER
-from orchestrator.fleet.fleet_status import EventPage
 from orchestrator.gateway.http.connection import HttpConnection
 from orchestrator.gateway.http.exchange import Exchange, Request, checked
 from orchestrator.gateway.http.http_server import HttpServer
 from orchestrator.gateway.openai.errors import ApiError
 from orchestrator.gateway.settings import GatewaySettings
+from orchestrator.messages.controller_settings import ADMIN_PATH, BY_HEADER
+from orchestrator.messages.fleet_status import EventPage
 from orchestrator.process.failure import Failed
 from orchestrator.process.home import Home
 from placements.spec.problems import Problem

@@ -20,7 +20,7 @@ from orchestrator.process.version import corewright_version
 from placements.spec.problems import has_errors
 
 if TYPE_CHECKING:  # most commands read no spec
-    from orchestrator.revisions.spec_file import SpecFile
+    from orchestrator.control.resolve.spec_file import SpecFile
     from placements.spec.schema import ModelSpec, Spec
 
 T = TypeVar("T", bound=str)

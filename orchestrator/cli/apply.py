@@ -26,10 +26,10 @@ from orchestrator.cli.follow import follow_to_end, rollout_line
 from orchestrator.cli.listing import REVISIONS
 from orchestrator.cli.output import Format, complain, confirmed, on_terminal, paint_diff, say, show, state_paint, stdout
 from orchestrator.cli.plan_result import make_plan, model_lines, problems_of, risks, text_of
-from orchestrator.fleet.fleet_status import RevisionRow, RolloutReport, RolloutStatus
+from orchestrator.control.resolve.spec_file import load
+from orchestrator.messages.fleet_status import RevisionRow, RolloutReport, RolloutStatus
 from orchestrator.process.failure import Failed
 from orchestrator.process.text_table import Paint, columns
-from orchestrator.revisions.spec_file import load
 from placements.spec.problems import has_errors
 
 

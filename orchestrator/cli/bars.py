@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import Any, TextIO
 
 from orchestrator.cli.output import can_redraw
-from orchestrator.fleet.fleet_status import FleetStatus, ReplicaInFleet
-from orchestrator.fleet.progress_text import fetch_numbers
-from orchestrator.fleet.replica_states import STARTING, State
+from orchestrator.messages.fleet_status import FleetStatus, ReplicaInFleet, fetch_numbers
+from orchestrator.messages.replica_states import STARTING, State
 
 SHOW_CURSOR = "\x1b[?25h"
 ALMOST = 0.99  # of a bar whose task takes longer than usual

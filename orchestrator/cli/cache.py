@@ -23,8 +23,7 @@ from orchestrator.cli.bars import Bar, bars_on
 from orchestrator.cli.listing import Column, Table
 from orchestrator.cli.output import Format, complain, fields_of, say, show, stderr
 from orchestrator.cluster.settings import store_here
-from orchestrator.fleet.fleet_status import FetchProgress
-from orchestrator.fleet.progress_text import fetch_numbers, fetch_text, size_text
+from orchestrator.messages.fleet_status import FetchProgress, fetch_numbers, fetch_text, size_text
 from orchestrator.process.failure import Failed
 from orchestrator.process.home import Home
 from orchestrator.process.text_table import columns
@@ -46,8 +45,8 @@ from workers.neff_cache.shared_artifacts import FOLDER, missing
 from workers.neff_cache.sync import S3, localized, place_at
 
 if TYPE_CHECKING:  # modules that take 0.3 s, and that only `verify` and `warm` need
-    from orchestrator.revisions.spec_file import SpecFile
-    from orchestrator.starts.offline_configs import OfflineConfig
+    from orchestrator.control.resolve.offline_configs import OfflineConfig
+    from orchestrator.control.resolve.spec_file import SpecFile
 
 cache = group("cache", "Manage compiled artifacts and fetched models.")
 
@@ -259,7 +258,7 @@ def _places(home: Home, spec: str | None, place: str | None) -> list[str]:
 
 def _loaded(spec: str) -> SpecFile:
     """Loads a spec and prints its problems. Exits if one is an error."""
-    from orchestrator.revisions.spec_file import load
+    from orchestrator.control.resolve.spec_file import load
 
     file = load(spec, folders="plan")
     complain(file.problems)
@@ -269,7 +268,7 @@ def _loaded(spec: str) -> SpecFile:
 
 
 def _configs(spec: str, models: Sequence[str] | None, *, heads: bool) -> Iterator[OfflineConfig]:
-    from orchestrator.starts.offline_configs import configs
+    from orchestrator.control.resolve.offline_configs import configs
 
     yield from configs(_loaded(spec), Home.from_environment(), models or (), heads=heads)
 
@@ -290,7 +289,7 @@ def _show_removed(removed: Sequence[Removed], dry_run: bool, output: Format) -> 
 
 
 if TYPE_CHECKING:
-    from orchestrator.starts.offline_configs import OfflineConfig
+    from orchestrator.control.resolve.offline_configs import OfflineConfig
 
 
 class PushedSet(msgspec.Struct, frozen=True, kw_only=True):

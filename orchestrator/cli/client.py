@@ -15,8 +15,8 @@ import msgspec
 
 from orchestrator.access.audit_log import caller
 from orchestrator.cli.output import say
-from orchestrator.fleet.controller_settings import ADMIN_PATH, BY_HEADER
-from orchestrator.fleet.fleet_status import FleetStatus
+from orchestrator.messages.controller_settings import ADMIN_PATH, BY_HEADER
+from orchestrator.messages.fleet_status import FleetStatus
 from orchestrator.process.failure import Failed
 from orchestrator.process.home import FleetRecord, Home, daemon_alive
 from orchestrator.process.version import corewright_version

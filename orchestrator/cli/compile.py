@@ -16,10 +16,10 @@ from orchestrator.cli.output import Format, complain, say, show, stderr
 from orchestrator.cluster.settings import store_here
 from orchestrator.compiling import hub_push
 from orchestrator.compiling.compile_ahead import BuildStep, CompileAhead, CompileOutcome, named
+from orchestrator.control.resolve.spec_file import SpecFile, load
 from orchestrator.process.failure import Failed
 from orchestrator.process.home import Home
 from orchestrator.process.text_table import columns
-from orchestrator.revisions.spec_file import SpecFile, load
 from placements.spec.schema import ModelSpec
 from workers.artifacts.sources.listing import SourceError
 from workers.compiling.memory_gate import free_gib

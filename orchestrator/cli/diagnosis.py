@@ -8,7 +8,7 @@ from typing import Any
 
 from orchestrator.cli.bootstrap import EngineEntry, on_machine
 from orchestrator.cli.output import fields_of
-from orchestrator.fleet.fleet_status import ReplicaInFleet
+from orchestrator.messages.fleet_status import ReplicaInFleet
 from placements.facts.core_range import runs
 from placements.facts.engines import AUTO_ENGINES, runs_on
 from placements.facts.neuron_releases import sdk_of

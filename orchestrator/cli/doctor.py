@@ -20,10 +20,10 @@ from orchestrator.cli.bootstrap import bootstrap as plan_bootstrap
 from orchestrator.cli.client import find_fleet
 from orchestrator.cli.diagnosis import FleetReading, InterpreterReading, Readings, Report, interpreter_problems, report
 from orchestrator.cli.output import Format, show
+from orchestrator.control.resolve.spec_file import SpecFile, load, start_problems
 from orchestrator.process.failure import Failed
 from orchestrator.process.text_table import columns
 from orchestrator.process.version import corewright_version
-from orchestrator.revisions.spec_file import SpecFile, load, start_problems
 from placements.facts.core_range import runs
 from placements.facts.engines import AUTO_ENGINES, NAMED_ENGINES, resolve
 from placements.facts.neuron_releases import sdk_of

@@ -13,7 +13,7 @@ import typer
 from orchestrator.cli.app import app
 from orchestrator.cli.client import AdminClient, NoListener, the_fleet
 from orchestrator.cli.output import libraries_to_log, say
-from orchestrator.fleet.controller_settings import DRAIN_S
+from orchestrator.messages.controller_settings import DRAIN_S
 from orchestrator.process.failure import Failed
 from orchestrator.process.home import Home, daemon_alive, find_leftovers
 

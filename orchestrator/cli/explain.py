@@ -20,8 +20,8 @@ from orchestrator.cli.app import (
 from orchestrator.cli.client import AdminClient, with_fleet
 from orchestrator.cli.output import Format, complain, show, stdout, use_color
 from orchestrator.cli.plan_result import cores_text, move_lines, text_of
+from orchestrator.control.resolve.spec_file import SpecFile, load
 from orchestrator.process.failure import Failed
-from orchestrator.revisions.spec_file import SpecFile, load
 from placements.explain.explain import explain
 from placements.explain.explanation import Question
 

@@ -13,8 +13,15 @@ from orchestrator.cli.bars import Bars, bars_on
 from orchestrator.cli.client import AdminClient
 from orchestrator.cli.listing import EVENTS
 from orchestrator.cli.output import say, state_paint, stderr
-from orchestrator.fleet.controller_settings import LONGEST_WAIT_S
-from orchestrator.fleet.fleet_status import EventPage, EventRow, FleetStatus, RevisionRow, RolloutReport, RolloutStatus
+from orchestrator.messages.controller_settings import LONGEST_WAIT_S
+from orchestrator.messages.fleet_status import (
+    EventPage,
+    EventRow,
+    FleetStatus,
+    RevisionRow,
+    RolloutReport,
+    RolloutStatus,
+)
 from orchestrator.process.failure import Failed
 from orchestrator.process.text_table import Paint, aligned, cells
 

@@ -26,10 +26,10 @@ from orchestrator.cli.app import (
 )
 from orchestrator.cli.output import complain, say, stdout
 from orchestrator.cluster.settings import store_here
+from orchestrator.control.resolve.offline_configs import OfflineConfigs
+from orchestrator.control.resolve.spec_file import SpecFile, load, start_problems
 from orchestrator.process.failure import Failed
 from orchestrator.process.home import Home
-from orchestrator.revisions.spec_file import SpecFile, load, start_problems
-from orchestrator.starts.offline_configs import OfflineConfigs
 from placements.facts.plural import plural
 from placements.planner.placement import Placement
 from placements.spec.problems import has_errors

@@ -16,7 +16,7 @@ from orchestrator.cli.client import AdminClient, the_fleet, typed
 from orchestrator.cli.follow import coming, latest
 from orchestrator.cli.listing import TABLES, Row, Table, items_by_name, selected
 from orchestrator.cli.output import show, show_next, state_paint, stdout
-from orchestrator.fleet.fleet_status import RevisionRow, RevisionText
+from orchestrator.messages.fleet_status import RevisionRow, RevisionText
 from orchestrator.process.failure import Failed
 from orchestrator.process.text_table import aligned, cells
 

@@ -14,7 +14,7 @@ import msgspec
 
 from orchestrator.console import columns as described
 from orchestrator.console.columns import CellFormat, ColumnText
-from orchestrator.fleet.fleet_status import (
+from orchestrator.messages.fleet_status import (
     EventRow,
     FleetStatus,
     HostInFleet,

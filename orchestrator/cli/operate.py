@@ -23,8 +23,8 @@ from orchestrator.cli.app import (
 )
 from orchestrator.cli.client import AdminClient, the_fleet
 from orchestrator.cli.output import Format, say, show
-from orchestrator.fleet.fleet_status import FleetStatus, HostInFleet
-from orchestrator.fleet.node_declaration import NodeDeclaration
+from orchestrator.cluster.ray_names import NodeDeclaration
+from orchestrator.messages.fleet_status import FleetStatus, HostInFleet
 from orchestrator.process.failure import Failed
 from placements.facts.core_range import CoreRange
 from placements.facts.plural import plural

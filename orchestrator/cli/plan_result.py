@@ -11,9 +11,9 @@ from typing import Any
 from orchestrator.cli.app import CHANGES, FAILED
 from orchestrator.cli.client import AdminClient, FleetRefused
 from orchestrator.cli.output import stdout, use_color
+from orchestrator.control.resolve.spec_file import SpecFile
 from orchestrator.process.failure import Failed
 from orchestrator.process.text_table import columns, three_digits
-from orchestrator.revisions.spec_file import SpecFile
 from placements.explain.core_map import core_map, host_names
 from placements.facts.core_range import CoreRange
 from placements.facts.plural import counted

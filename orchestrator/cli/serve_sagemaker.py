@@ -13,8 +13,8 @@ import orchestrator.cli.up as _  # noqa: F401  # the command that it continues w
 from orchestrator.advise.advice import advised
 from orchestrator.cli.app import app, option, switch
 from orchestrator.cli.output import say
+from orchestrator.control.resolve.spec_file import this_machine
 from orchestrator.process.home import Home
-from orchestrator.revisions.spec_file import this_machine
 from orchestrator.sagemaker.model_folder import HOLDS, SPEC, Fields, examined, problems_of, read_folder, text_of
 from placements.facts.topology import Machine
 

@@ -9,9 +9,9 @@ import typer
 
 from orchestrator.cli.app import FAILED, FormatOption, SpecArgument, SpeedsOption, app, bad_parameter, one_of, option
 from orchestrator.cli.output import Format, complain, say, show, write
-from orchestrator.fleet.host_timing import START_S
+from orchestrator.control.decisions.host_demand import START_S
+from orchestrator.control.resolve.spec_file import SpecFile, load
 from orchestrator.process.durations import moment
-from orchestrator.revisions.spec_file import SpecFile, load
 from orchestrator.simulate import report
 from orchestrator.simulate.inputs import POLICIES, SimulationInputs, run_simulation
 from orchestrator.simulate.page import page

@@ -15,8 +15,14 @@ from orchestrator.cli.client import AdminClient, FleetRefused, the_fleet
 from orchestrator.cli.follow import events_after, latest, rollout_line
 from orchestrator.cli.listing import EVENTS, REPLICAS, arrivals_per_s, live, waiting
 from orchestrator.cli.output import Format, can_redraw, paint_state, show, stdout, use_color
-from orchestrator.fleet.fleet_status import EventRow, FleetStatus, HostInFleet, ModelInFleet, ReplicaInFleet
-from orchestrator.fleet.progress_text import fetch_text
+from orchestrator.messages.fleet_status import (
+    EventRow,
+    FleetStatus,
+    HostInFleet,
+    ModelInFleet,
+    ReplicaInFleet,
+    fetch_text,
+)
 from orchestrator.process.failure import Failed
 from orchestrator.process.text_table import Paint, columns
 from placements.facts.core_range import CoreRange

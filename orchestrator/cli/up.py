@@ -23,12 +23,12 @@ from orchestrator.cli.output import Format, complain, libraries_to_log, say, sho
 from orchestrator.cluster.follower import Display, NoDisplay
 from orchestrator.cluster.settings import SETTINGS, Setting, Settings, resolve, store_settings
 from orchestrator.cluster.up import FleetStart, Up, UpOptions
+from orchestrator.control.resolve.spec_file import SpecFile, load, start_problems
 from orchestrator.gateway.settings import GatewaySettings
 from orchestrator.process.addresses import is_loopback
 from orchestrator.process.failure import Failed
 from orchestrator.process.home import FleetRecord, Home
 from orchestrator.process.waiting_notice import WaitingNotice
-from orchestrator.revisions.spec_file import SpecFile, load, start_problems
 from placements.explain.core_map import core_map
 from placements.planner.plan import Plan, plan
 from placements.planner.spec_hosts import host_groups, kept_hosts

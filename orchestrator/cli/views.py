@@ -39,8 +39,8 @@ from orchestrator.cli.listing import (
 )
 from orchestrator.cli.output import Format, complain, show, show_next, state_paint, stdout
 from orchestrator.cluster.settings import resolve
-from orchestrator.fleet.controller_settings import LONGEST_WAIT_S
-from orchestrator.fleet.fleet_status import (
+from orchestrator.messages.controller_settings import LONGEST_WAIT_S
+from orchestrator.messages.fleet_status import (
     EventRow,
     FleetStatus,
     GatewayInFleet,
@@ -48,8 +48,8 @@ from orchestrator.fleet.fleet_status import (
     ModelInFleet,
     PreparationStatus,
     ReplicaInFleet,
+    fetch_text,
 )
-from orchestrator.fleet.progress_text import fetch_text
 from orchestrator.process.failure import Failed
 from orchestrator.process.text_table import Paint, columns
 from placements.spec.problems import has_errors

@@ -25,26 +25,26 @@ from orchestrator.api.server import AdminApi, serve_admin
 from orchestrator.cluster.calls import RayKeyValues, retried
 from orchestrator.cluster.nodes import CONTROLLER, HEAD, here, own_interpreter
 from orchestrator.cluster.ray_cluster import RayCluster
+from orchestrator.cluster.ray_names import ray_name
 from orchestrator.console.page import CONSOLE_PATH
 from orchestrator.control.controller import Controller
-from orchestrator.fleet.cluster_names import ray_name
-from orchestrator.fleet.controller_settings import ControllerSettings
-from orchestrator.fleet.fleet_status import FleetStatus
-from orchestrator.fleet.hosting import Hosting
-from orchestrator.fleet.route_table import RouteTable
+from orchestrator.control.journal import state_copy
+from orchestrator.control.journal.journal import Journal, JournalUnwritable
+from orchestrator.control.journal.state_copy import StateCopier
+from orchestrator.control.record_writer import RecordWriter
+from orchestrator.control.resumption import resume_fleet
 from orchestrator.gateway.settings import GatewaySettings
+from orchestrator.messages.controller_settings import ControllerSettings
+from orchestrator.messages.fleet_status import FleetStatus
+from orchestrator.messages.gateway_calls import Hosting
+from orchestrator.messages.route_table import RouteTable
 from orchestrator.process import logs
 from orchestrator.process.addresses import free_port
 from orchestrator.process.awake_clock import AwakeClock
 from orchestrator.process.collector import settle_collector
 from orchestrator.process.home import FleetRecord, Home
 from orchestrator.process.version import corewright_version
-from orchestrator.records import state_copy
-from orchestrator.records.journal import Journal, JournalUnwritable
-from orchestrator.records.state_copy import StateCopier
 from orchestrator.scaling.demand_report import DemandReply, DemandReport
-from orchestrator.state.record_writer import RecordWriter
-from orchestrator.state.resumption import resume_fleet
 from placements.spec.problems import Problem
 from workers.artifacts.store.store import StoreSettings
 from workers.host.lifetime import Process, boot, own_process, process_start

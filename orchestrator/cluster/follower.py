@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from orchestrator.access.audit_log import Audit
-from orchestrator.fleet.fleet_status import FleetStatus, ModelInFleet, ReplicaInFleet
-from orchestrator.fleet.progress_text import fetch_text
+from orchestrator.messages.fleet_status import FleetStatus, ModelInFleet, ReplicaInFleet, fetch_text
 from orchestrator.process.awake_clock import LATE_S
 from orchestrator.process.failure import Failed
 from orchestrator.process.spec_text import read_text

@@ -23,12 +23,11 @@ from ray.exceptions import RayTaskError
 
 from orchestrator.cluster.calls import Head
 from orchestrator.cluster.nodes import CONTROLLER, HEAD, own_interpreter
-from orchestrator.fleet.cluster_names import ray_name
-from orchestrator.fleet.gateway_places import GatewayPlace
-from orchestrator.fleet.hosting import Hosting
-from orchestrator.fleet.route_table import RouteTable
+from orchestrator.cluster.ray_names import ray_name
 from orchestrator.gateway.controller_client import ControllerAway, ControllerFailed
 from orchestrator.gateway.settings import DRAIN_S, GatewaySettings
+from orchestrator.messages.gateway_calls import GatewayPlace, Hosting
+from orchestrator.messages.route_table import RouteTable
 from orchestrator.process import logs
 from orchestrator.process.awake_clock import AwakeClock
 from orchestrator.process.collector import settle_collector

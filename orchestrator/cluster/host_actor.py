@@ -15,9 +15,9 @@ import msgspec.json
 import msgspec.structs
 import ray
 
+from orchestrator.cluster.host_greeting import HostGreeting, own_greeting
 from orchestrator.cluster.ray_workers import SpareWorkers, end_idle_workers
-from orchestrator.fleet.effects import LogText
-from orchestrator.fleet.host_greeting import HostGreeting, own_greeting
+from orchestrator.control.decisions.effects import LogText
 from orchestrator.process.home import Home
 from workers.artifacts.fetch.artifact_fetcher import ArtifactFetcher, FetchedArtifact, WantedArtifact
 from workers.artifacts.fetch.progress import FetchStatus

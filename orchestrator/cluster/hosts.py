@@ -16,11 +16,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orchestrator.cluster.calls import Head, cause_of_death
 from orchestrator.cluster.host_actor import HostActor
+from orchestrator.cluster.host_greeting import own_greeting, unfit
 from orchestrator.cluster.nodes import ClusterNodes, RayNode
+from orchestrator.cluster.ray_names import HOST_ACTOR
 from orchestrator.cluster.survey import GREETING_S
-from orchestrator.fleet.cluster_names import HOST_ACTOR
-from orchestrator.fleet.effects import HostLost
-from orchestrator.fleet.host_greeting import own_greeting, unfit
+from orchestrator.control.decisions.effects import HostLost
 from orchestrator.process.awake_clock import AwakeClock
 from workers.artifacts.fetch.progress import FetchStatus
 from workers.artifacts.store.store import StoreSettings

@@ -22,12 +22,10 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orchestrator.cluster.calls import Head, retried
-from orchestrator.fleet.cluster_names import HOST_ACTOR, ray_name
-from orchestrator.fleet.effects import Loss
-from orchestrator.fleet.gateway_places import ClusterMachine, GatewayPlace
-from orchestrator.fleet.host_binding import Member, lost_hosts
-from orchestrator.fleet.machine_claims import MachineClaims
-from orchestrator.fleet.node_declaration import CORE_RESOURCE, INSTANCE_LABEL, core_resources
+from orchestrator.cluster.machine_claims import MachineClaims, Member, lost_hosts
+from orchestrator.cluster.ray_names import CORE_RESOURCE, HOST_ACTOR, INSTANCE_LABEL, core_resources, ray_name
+from orchestrator.control.decisions.effects import Loss
+from orchestrator.messages.gateway_calls import ClusterMachine, GatewayPlace
 from orchestrator.process.awake_clock import AwakeClock
 from placements.facts.topology import Host
 from workers.host.task_boundary import task_boundary

@@ -16,8 +16,7 @@ from typing import Any
 import ray
 
 from orchestrator.cluster.nodes import HOST_LABEL, host_label
-from orchestrator.fleet.cluster_names import ray_name
-from orchestrator.fleet.node_declaration import core_resources
+from orchestrator.cluster.ray_names import core_resources, ray_name
 from placements.facts.topology import Host
 from workers.host.host_facts import usable_cpus
 from workers.host.task_boundary import task_boundary

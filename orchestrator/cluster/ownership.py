@@ -14,10 +14,10 @@ from ray.util.placement_group import PlacementGroup, placement_group_table, remo
 
 from orchestrator.cluster.calls import ActorUnavailable, CallFailed, RayKeyValues, answer, within
 from orchestrator.cluster.gateways import applications_of, delete_applications
+from orchestrator.cluster.machine_claims import claims, release_machines
 from orchestrator.cluster.nodes import CONTROLLER
+from orchestrator.cluster.ray_names import HOST_ACTOR, ray_name
 from orchestrator.cluster.reach import join, reach
-from orchestrator.fleet.cluster_names import HOST_ACTOR, ray_name
-from orchestrator.fleet.machine_claims import claims, release_machines
 from orchestrator.process.failure import Failed
 from orchestrator.process.home import FleetRecord
 from workers.host.lifetime import is_alive, pid_space, process_start

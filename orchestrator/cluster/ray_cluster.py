@@ -13,6 +13,7 @@ from ray.exceptions import RayError, RayTaskError
 from orchestrator.cluster.calls import Head, RayKeyValues, retried
 from orchestrator.cluster.gateways import run_gateways
 from orchestrator.cluster.hosts import CALL_DEADLINE_S, HostActors, HostAdmission
+from orchestrator.cluster.machine_claims import MachineClaims
 from orchestrator.cluster.nodes import (
     ClusterNodes,
     RayNode,
@@ -21,12 +22,11 @@ from orchestrator.cluster.nodes import (
     refused_types,
     request_machines,
 )
+from orchestrator.cluster.ray_names import ray_name
 from orchestrator.cluster.replicas import ReplicaActors
-from orchestrator.fleet.cluster_names import ray_name
-from orchestrator.fleet.effects import CoreOwner, HostLost, HostReport, LogText, Loss, StartStep
-from orchestrator.fleet.gateway_places import ClusterMachine, GatewayPlace
-from orchestrator.fleet.machine_claims import MachineClaims
+from orchestrator.control.decisions.effects import CoreOwner, HostLost, HostReport, LogText, Loss, StartStep
 from orchestrator.gateway.settings import GatewaySettings
+from orchestrator.messages.gateway_calls import ClusterMachine, GatewayPlace
 from orchestrator.process.awake_clock import AwakeClock
 from placements.facts.topology import Host
 from workers.artifacts.fetch.artifact_fetcher import FetchedArtifact, WantedArtifact

@@ -24,7 +24,7 @@ from ray._private.grpc_utils import init_grpc_channel
 from ray._private.utils import compute_version_info
 from ray.core.generated import gcs_pb2, gcs_service_pb2, gcs_service_pb2_grpc
 
-from orchestrator.fleet.cluster_names import ray_name
+from orchestrator.cluster.ray_names import ray_name
 from orchestrator.process.failure import Failed
 from placements.spec.problems import Problem
 

@@ -14,9 +14,9 @@ from urllib.parse import urlsplit
 
 import msgspec.structs
 
-from orchestrator.fleet.controller_settings import DRAIN_S
-from orchestrator.fleet.gateway_places import HEAD, HOSTS
 from orchestrator.gateway.settings import GatewaySettings
+from orchestrator.messages.controller_settings import DRAIN_S
+from orchestrator.messages.gateway_calls import HEAD, HOSTS
 from orchestrator.process.failure import Failed
 from placements.spec import removed
 from placements.spec.problems import Problem, in_order

@@ -12,10 +12,10 @@ import msgspec
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from orchestrator.cluster.host_greeting import HostGreeting, unfit
+from orchestrator.cluster.machine_claims import Member, bind_hosts
 from orchestrator.cluster.nodes import HEAD, RayNode
-from orchestrator.fleet.host_binding import Member, bind_hosts
-from orchestrator.fleet.host_greeting import HostGreeting, unfit
-from orchestrator.fleet.node_declaration import NodeDeclaration
+from orchestrator.cluster.ray_names import NodeDeclaration
 from orchestrator.process.failure import Failed
 from placements.facts.topology import TOPOLOGIES, Host, Topology
 from placements.planner.spec_hosts import DEFAULT_EMULATION
@@ -90,7 +90,7 @@ def greet(nodes: Iterable[RayNode], timeout_s: float = GREETING_S) -> dict[str, 
     Ray may have no corewright, or another version.
     """
     run: Any = ray.remote(num_cpus=0, max_retries=0)(subprocess.run)
-    command = [sys.executable, "-m", "orchestrator.fleet.host_greeting"]
+    command = [sys.executable, "-m", "orchestrator.cluster.host_greeting"]
     places: dict[str, dict[str, Any]] = {
         node.label: {"scheduling_strategy": NodeAffinitySchedulingStrategy(node.id, soft=False)} for node in nodes
     }

@@ -47,11 +47,11 @@ from orchestrator.cluster.gateway_start import (
     not_started,
     wait_for_gateway,
 )
-from orchestrator.fleet.controller_settings import ControllerSettings, FleetSettings
-from orchestrator.fleet.fleet_status import GatewayInFleet
-from orchestrator.fleet.gateway_places import GatewayPlace, wanted_gateways
 from orchestrator.gateway.http.http_server import bind
 from orchestrator.gateway.settings import GatewaySettings
+from orchestrator.messages.controller_settings import ControllerSettings, FleetSettings
+from orchestrator.messages.fleet_status import GatewayInFleet
+from orchestrator.messages.gateway_calls import GatewayPlace, wanted_gateways
 from orchestrator.process.addresses import free_port
 from orchestrator.process.child_process import Ended, apart
 from orchestrator.process.failure import Failed
@@ -492,9 +492,9 @@ class Up:
         """Report the machines of the cluster, and find their CPUs and the address of the gateways."""
         from orchestrator.cluster import survey
         from orchestrator.cluster.calls import within
+        from orchestrator.cluster.host_greeting import own_greeting
         from orchestrator.cluster.nodes import ray_nodes
         from orchestrator.cluster.ownership import LOOKUP_S, taken_from
-        from orchestrator.fleet.host_greeting import own_greeting
 
         spec = self._spec
         nodes = within(ray_nodes, LOOKUP_S)

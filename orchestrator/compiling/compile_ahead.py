@@ -15,9 +15,9 @@ from typing import Any, Literal
 
 import msgspec
 
+from orchestrator.control.resolve.offline_configs import OfflineConfigs
+from orchestrator.control.resolve.spec_file import SpecFile
 from orchestrator.process.home import Home
-from orchestrator.revisions.spec_file import SpecFile
-from orchestrator.starts.offline_configs import OfflineConfigs
 from placements.planner.placement import Placement
 from placements.spec.schema import ModelSpec
 from workers.artifacts.fetch.artifact_fetcher import ArtifactFetcher, wanted_by, with_folders

@@ -14,8 +14,8 @@ import msgspec
 from msgspec.structs import asdict
 
 from orchestrator.console.page import STREAMED, Entrance
-from orchestrator.fleet.fleet_status import EventPage, EventRow, FleetStatus
 from orchestrator.gateway.http.exchange import Exchange
+from orchestrator.messages.fleet_status import EventPage, EventRow, FleetStatus
 from workers.host.task_boundary import task_boundary
 
 log = logging.getLogger(__name__)

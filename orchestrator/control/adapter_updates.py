@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from orchestrator.fleet.effects import ClusterClient, ReplicaDied
-from orchestrator.fleet.snapshot import ReplicaView, backoff_s
-from orchestrator.state.fleet_state import FleetState
+from orchestrator.control.decisions.effects import ClusterClient, ReplicaDied
+from orchestrator.control.decisions.snapshot import ReplicaView, backoff_s
+from orchestrator.control.fleet_state import FleetState
 from placements.spec.schema import ModelSpec
 from workers.artifacts.fetch.artifact_fetcher import FetchedArtifact, wanted_by, with_folders
 from workers.host.task_boundary import task_boundary

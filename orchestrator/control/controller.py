@@ -19,29 +19,29 @@ import msgspec.structs
 
 from orchestrator.control.adapter_updates import AdapterUpdates
 from orchestrator.control.controller_metrics import ControllerCounters, engine_families, fleet_families, scaling_changes
+from orchestrator.control.decisions.departures import replicas_to_end
+from orchestrator.control.decisions.effects import ClusterClient
+from orchestrator.control.decisions.reconcile import Action, Drain, Fail, Forget, Release, Start, Stop, reconcile
+from orchestrator.control.decisions.snapshot import Observed, ReplicaView
+from orchestrator.control.fleet_state import FleetState
 from orchestrator.control.gateways import Gateways
 from orchestrator.control.host_requests import HostRequests
 from orchestrator.control.host_watch import HostWatch
 from orchestrator.control.live_requests import LiveRequests
 from orchestrator.control.load_history import LoadHistory
-from orchestrator.control.reconcile import Action, Drain, Fail, Forget, Release, Start, Stop, reconcile
 from orchestrator.control.replica_life import ReplicaLives
 from orchestrator.control.replica_table import ReplicaTable
+from orchestrator.control.rollout_progress import follow_rollout, roll_back, rollout_state
 from orchestrator.control.scaling_loop import Scaler
 from orchestrator.control.speed_measurement import SpeedMeasurement
 from orchestrator.control.stand_by import StandBy
 from orchestrator.control.status import Conditions, record_conditions, route_table, status
 from orchestrator.control.update_preparations import UpdatePreparations
-from orchestrator.fleet.effects import ClusterClient
-from orchestrator.fleet.fleet_status import FleetStatus
-from orchestrator.fleet.leaving_host import replicas_to_end
-from orchestrator.fleet.replica_states import Signal, State
-from orchestrator.fleet.route_table import RouteTable
-from orchestrator.fleet.snapshot import Observed, ReplicaView
+from orchestrator.messages.fleet_status import FleetStatus
+from orchestrator.messages.replica_states import Signal, State
+from orchestrator.messages.route_table import RouteTable
 from orchestrator.process.home import Home
 from orchestrator.scaling.demand_report import DemandReply, DemandReport
-from orchestrator.state.fleet_state import FleetState
-from orchestrator.state.rollout_progress import follow_rollout, roll_back, rollout_state
 from workers.host.task_boundary import task_boundary
 from workers.messages.metric_family import MetricFamily, gauge, joined, labelled
 

@@ -8,12 +8,11 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from orchestrator.fleet.effects import ClusterClient
-from orchestrator.fleet.fleet_status import GatewayInFleet
-from orchestrator.fleet.gateway_places import GATEWAY_LOST_S, GatewayPlace, wanted_gateways
-from orchestrator.fleet.key_usage import KeyUsageExchange
+from orchestrator.control.decisions.effects import ClusterClient
+from orchestrator.control.fleet_state import FleetState
+from orchestrator.messages.fleet_status import GatewayInFleet
+from orchestrator.messages.gateway_calls import GATEWAY_LOST_S, GatewayPlace, KeyUsageExchange, wanted_gateways
 from orchestrator.scaling.demand_report import DemandReply, DemandReport
-from orchestrator.state.fleet_state import FleetState
 from workers.host.task_boundary import task_boundary
 
 log = logging.getLogger(__name__)

@@ -7,12 +7,11 @@ import logging
 from collections.abc import Collection, Iterable
 
 from orchestrator.control.controller_metrics import ControllerCounters
+from orchestrator.control.decisions.effects import ClusterClient
+from orchestrator.control.decisions.host_demand import CHECK_S, SPARE_S, HostDemand
+from orchestrator.control.fleet_state import FleetState
 from orchestrator.control.gateways import Gateways
-from orchestrator.fleet.effects import ClusterClient
-from orchestrator.fleet.host_timing import CHECK_S, SPARE_S
-from orchestrator.records.journal_records import Cordon, Departure, HostUse
-from orchestrator.rollout.host_demand import HostDemand
-from orchestrator.state.fleet_state import FleetState
+from orchestrator.control.journal.journal_records import Cordon, Departure, HostUse
 from placements.facts.topology import Host
 from placements.planner.host_choice import HostChoice
 from workers.host.task_boundary import task_boundary

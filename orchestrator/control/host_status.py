@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
-from orchestrator.fleet.effects import CoreOwner, FailedCore
-from orchestrator.fleet.fleet_status import (
+from orchestrator.control.decisions.effects import CoreOwner, FailedCore
+from orchestrator.control.fleet_state import FleetState
+from orchestrator.messages.fleet_status import (
     AnnouncedEnd,
     CoreLease,
     FetchProgress,
@@ -14,7 +15,6 @@ from orchestrator.fleet.fleet_status import (
     QuarantinedCore,
     StartingHost,
 )
-from orchestrator.state.fleet_state import FleetState
 from placements.facts.core_range import ranges
 from placements.facts.topology import Host
 

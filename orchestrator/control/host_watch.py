@@ -8,13 +8,13 @@ from collections.abc import Mapping, Set
 from functools import partial
 
 from orchestrator.control.controller_metrics import ControllerCounters
-from orchestrator.fleet.effects import ClusterClient, CoreOwner, HostReport
-from orchestrator.fleet.snapshot import ReplicaView
+from orchestrator.control.decisions.departures import noticed_departures
+from orchestrator.control.decisions.effects import ClusterClient, CoreOwner, HostReport
+from orchestrator.control.decisions.snapshot import ReplicaView
+from orchestrator.control.fleet_state import FleetState
+from orchestrator.control.journal.journal_records import Departure, HostUse, Quarantine
+from orchestrator.control.quarantine import expire
 from orchestrator.process.home import Home
-from orchestrator.records.journal_records import Departure, HostUse, Quarantine
-from orchestrator.state.departures import noticed_departures
-from orchestrator.state.fleet_state import FleetState
-from orchestrator.state.quarantine import expire
 from placements.facts.topology import Host
 from workers.host.task_boundary import task_boundary
 

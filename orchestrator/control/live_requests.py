@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec.structs
 
-from orchestrator.fleet.gateway_places import GATEWAY_LOST_S
+from orchestrator.messages.gateway_calls import GATEWAY_LOST_S
 from orchestrator.scaling.demand_report import DemandReport, LiveRequest
 
 WATCHED_S = 10.0  # after the last query, gateways stop reporting their requests

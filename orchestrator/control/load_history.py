@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from orchestrator.fleet.gateway_places import GATEWAY_LOST_S
+from orchestrator.messages.gateway_calls import GATEWAY_LOST_S
 from orchestrator.scaling.demand_report import FIRST_TOKEN_S, TOKEN_S, DemandReport, DemandWindow, ModelLoad, percentile
 
 SAMPLE_S = 10.0

@@ -12,19 +12,19 @@ from typing import Any
 
 import msgspec.structs
 
+from orchestrator.control.decisions.effects import ClusterClient, HostLost, LogText, ReplicaDied, Survivor
+from orchestrator.control.decisions.rollout_step import ReplicaTarget
+from orchestrator.control.decisions.snapshot import EarlyStart, ReplicaView
+from orchestrator.control.expected_starts import parked_start
+from orchestrator.control.fleet_state import FleetState
 from orchestrator.control.host_watch import HostWatch
+from orchestrator.control.record_writer import Level
 from orchestrator.control.replica_table import ReplicaStart, ReplicaTable, Superseded, Turn
+from orchestrator.control.resolve.config_builder import replica_config
 from orchestrator.control.start_steps import RemainingTime, StartFailed, StartSteps, lead_of
-from orchestrator.fleet.effects import ClusterClient, HostLost, LogText, ReplicaDied, Survivor
-from orchestrator.fleet.replica_states import AHEAD, ENDING, STARTING, Signal, State
-from orchestrator.fleet.route_table import remote_address
-from orchestrator.fleet.snapshot import EarlyStart, ReplicaView
+from orchestrator.messages.replica_states import AHEAD, ENDING, STARTING, Signal, State
+from orchestrator.messages.route_table import remote_address
 from orchestrator.process.home import Home
-from orchestrator.revisions.config_builder import replica_config
-from orchestrator.rollout.rollout_step import ReplicaTarget
-from orchestrator.state.expected_starts import parked_start
-from orchestrator.state.fleet_state import FleetState
-from orchestrator.state.record_writer import Level
 from placements.facts.core_range import CoreRange
 from placements.facts.engines import PACKAGES
 from workers.artifacts.fetch.artifact_fetcher import wanted_by

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from orchestrator.control.controller_metrics import ControllerCounters
-from orchestrator.fleet.replica_states import ENDING, STARTING, Signal, State, advance
-from orchestrator.fleet.route_table import remote_address
-from orchestrator.fleet.snapshot import SETTLED_S, ReplicaView
-from orchestrator.state.fleet_state import FleetState
-from orchestrator.state.quarantine import on_failure
+from orchestrator.control.decisions.snapshot import SETTLED_S, ReplicaView
+from orchestrator.control.fleet_state import FleetState
+from orchestrator.control.quarantine import on_failure
+from orchestrator.messages.replica_states import ENDING, STARTING, Signal, State, advance
+from orchestrator.messages.route_table import remote_address
 from workers.compiling.prefetch import compiles
 from workers.host.start_phases import phases_of
 from workers.messages.status import Failure, Phase, Reaction, ReplicaStatus

@@ -13,16 +13,16 @@ from dataclasses import dataclass, field
 
 from msgspec import UNSET
 
-from orchestrator.fleet.fleet_status import DemandStatus, ScalingStatus
-from orchestrator.fleet.gateway_places import GATEWAY_LOST_S
-from orchestrator.fleet.replica_states import STARTING, State
-from orchestrator.fleet.snapshot import ReplicaView
+from orchestrator.control.decisions.snapshot import ReplicaView
+from orchestrator.control.expected_starts import expected_start_s
+from orchestrator.control.fleet_state import FleetState
+from orchestrator.messages.fleet_status import DemandStatus, ScalingStatus
+from orchestrator.messages.gateway_calls import GATEWAY_LOST_S
+from orchestrator.messages.replica_states import STARTING, State
 from orchestrator.scaling.autoscaler import FleetNow, History, Load, ModelNow, Targets, autoscale
 from orchestrator.scaling.demand_report import AUTOSCALE_S, DemandReport, DemandWindow, RoutingDecision
 from orchestrator.scaling.forecast import Counts
 from orchestrator.scaling.schedules import Bounds
-from orchestrator.state.expected_starts import expected_start_s
-from orchestrator.state.fleet_state import FleetState
 from placements.facts.topology import Host
 from placements.planner.capacity import Need, needs
 from placements.planner.host_pool import HostPool

@@ -6,8 +6,8 @@ import asyncio
 import logging
 from typing import cast
 
-from orchestrator.fleet.effects import ClusterClient
-from orchestrator.state.fleet_state import FleetState
+from orchestrator.control.decisions.effects import ClusterClient
+from orchestrator.control.fleet_state import FleetState
 from placements.facts.engines import Engine
 from workers.host.task_boundary import task_boundary
 

@@ -8,12 +8,12 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from orchestrator.control.decisions.effects import ClusterClient
+from orchestrator.control.fleet_state import FleetState
 from orchestrator.control.host_watch import HostWatch
-from orchestrator.fleet.effects import ClusterClient
-from orchestrator.fleet.progress_text import fetched_text
-from orchestrator.starts.engine_resolution import resolve_engine
-from orchestrator.state.fleet_state import FleetState
-from orchestrator.state.record_writer import Level
+from orchestrator.control.record_writer import Level
+from orchestrator.control.resolve.engine_resolution import resolve_engine
+from orchestrator.messages.fleet_status import fetched_text
 from workers.artifacts.fetch.artifact_fetcher import FetchedArtifact, early_start_config, wanted_by, with_folders
 from workers.artifacts.fetch.progress import FetchStatus
 from workers.compiling.build import NEEDS_DEVICE

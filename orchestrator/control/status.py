@@ -7,8 +7,14 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from orchestrator.control.decisions.preparation import Preparation, preparation_of
+from orchestrator.control.decisions.rollout_step import ModelStep
+from orchestrator.control.decisions.snapshot import ReplicaView
+from orchestrator.control.expected_starts import expected_ready_at, expected_start_s, is_expected_back, parked_start
+from orchestrator.control.fleet_state import FleetState
 from orchestrator.control.host_status import host_statuses
-from orchestrator.fleet.fleet_status import (
+from orchestrator.control.rollout_progress import leaving, rollout_state
+from orchestrator.messages.fleet_status import (
     ConditionStatus,
     FetchProgress,
     FleetStatus,
@@ -23,17 +29,10 @@ from orchestrator.fleet.fleet_status import (
     RolloutStatus,
     ScalingStatus,
     SpeculationStatus,
+    problem_text,
 )
-from orchestrator.fleet.progress_text import problem_text
-from orchestrator.fleet.replica_states import ModelState, State, model_state
-from orchestrator.fleet.route_table import ModelRoutes, Route, RouteTable
-from orchestrator.fleet.snapshot import ReplicaView
-from orchestrator.rollout.preparation import Preparation, preparation_of
-from orchestrator.rollout.rollout_step import ModelStep
-from orchestrator.state.expected_starts import expected_ready_at, expected_start_s, is_expected_back, parked_start
-from orchestrator.state.fleet_state import FleetState
-from orchestrator.state.rollout_progress import leaving, rollout_state
-from orchestrator.state.unloaded import reason_for_clients, why_unloaded
+from orchestrator.messages.replica_states import ModelState, State, model_state
+from orchestrator.messages.route_table import ModelRoutes, Route, RouteTable
 from placements.spec.schema import ModelSpec
 from workers.host.start_phases import next_phase
 
@@ -414,3 +413,25 @@ def _speculation(view: ReplicaView) -> SpeculationStatus | None:
         return None
     acceptance = round(view.accepted / view.drafted, 3)
     return SpeculationStatus(drafted=view.drafted, accepted=view.accepted, acceptance=acceptance)
+
+
+def why_unloaded(state: FleetState, model: ModelSpec) -> list[str]:
+    """Returns the reasons for an operator: the manual action with the command that reverts it, or the autoscaler's.
+
+    Empty: the model is at zero for lack of requests.
+    """
+    scale = state.records.state.scales.get(model.name)
+    if scale is not None and scale.sleep:
+        return [f"unloaded by hand: corewright load {model.name}"]
+    if scale is not None and scale.count == 0:
+        return [f"scaled to 0 by hand: corewright scale {model.name} auto"]
+    return [state.counts.held_back[model.name]] if model.name in state.counts.held_back else []
+
+
+def reason_for_clients(state: FleetState, model: ModelSpec, reason: str | None) -> str | None:
+    """Returns ``reason`` for clients, without commands and without the figures of an autoscaler decision."""
+    scale = state.records.state.scales.get(model.name)
+    if scale is not None and (scale.sleep or scale.count == 0):
+        return "by hand" if scale.sleep else "scaled to 0 by hand"
+    held = state.counts.held_back.get(model.name)
+    return reason if held is None or reason != held else held.partition(";")[0]

@@ -9,15 +9,15 @@ from collections.abc import Callable
 
 import msgspec.structs
 
+from orchestrator.control.decisions.effects import ClusterClient
+from orchestrator.control.decisions.preparation import Key, Preparation, preparation_of
+from orchestrator.control.decisions.snapshot import LOOKING_S
+from orchestrator.control.fleet_state import FleetState
 from orchestrator.control.host_watch import HostWatch
+from orchestrator.control.record_writer import Level
+from orchestrator.control.resolve.config_builder import replica_config
 from orchestrator.control.start_steps import StartFailed, StartSteps
-from orchestrator.fleet.effects import ClusterClient
-from orchestrator.fleet.snapshot import LOOKING_S
 from orchestrator.process.home import Home
-from orchestrator.revisions.config_builder import replica_config
-from orchestrator.rollout.preparation import Key, Preparation, preparation_of
-from orchestrator.state.fleet_state import FleetState
-from orchestrator.state.record_writer import Level
 from workers.artifacts.fetch.progress import FetchStatus
 from workers.host.task_boundary import task_boundary
 from workers.messages.replica_config import ReplicaConfig

@@ -14,7 +14,6 @@ from typing import Any, TypeVar, cast
 import msgspec
 import msgspec.structs
 
-from orchestrator.fleet.route_table import ModelRoutes
 from orchestrator.gateway.anthropic.requests import MessagesChat
 from orchestrator.gateway.http.exchange import Exchange
 from orchestrator.gateway.key_limits import KeyLimits
@@ -32,6 +31,7 @@ from orchestrator.gateway.serving.tokenizers import Tokenizers, TokenizerThreads
 from orchestrator.gateway.settings import GatewaySettings
 from orchestrator.gateway.telemetry.gateway_metrics import GatewayMetrics
 from orchestrator.gateway.telemetry.request_spans import RequestTracing
+from orchestrator.messages.route_table import ModelRoutes
 from workers.messages.requests import Forwarded, GenerateRequest
 from workers.text.tokenizer import ByteTokenizer, PromptTokenizer
 from workers.text.tokenizer_pool import TokenizerBusy, TokenizerFault

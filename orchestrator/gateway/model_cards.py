@@ -9,13 +9,13 @@ from urllib.parse import parse_qs
 
 import msgspec
 
-from orchestrator.fleet.route_table import ModelRoutes
 from orchestrator.gateway.anthropic.answers import ModelInfo, ModelPage
 from orchestrator.gateway.http.exchange import Exchange, Request
 from orchestrator.gateway.openai.answers import ModelCard, ModelList
 from orchestrator.gateway.openai.errors import invalid
 from orchestrator.gateway.served_models import ServedModels
 from orchestrator.gateway.serving.model_queue import ModelQueue
+from orchestrator.messages.route_table import ModelRoutes
 
 _encode = msgspec.json.encode
 MAX_PAGE_MODELS = 1000  # of a page, as in Anthropic's API

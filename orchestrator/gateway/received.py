@@ -17,8 +17,8 @@ from pathlib import Path
 import msgspec
 
 from orchestrator.access.keys import encoded
-from orchestrator.fleet.route_table import RouteTable
 from orchestrator.gateway.controller_client import ControllerAway, ControllerClient
+from orchestrator.messages.route_table import RouteTable
 from workers.host import file_lock, private_file
 from workers.host.task_boundary import task_boundary
 

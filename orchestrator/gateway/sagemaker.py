@@ -15,13 +15,13 @@ from urllib.parse import parse_qs
 
 import msgspec
 
-from orchestrator.fleet.hosting import Hosting
 from orchestrator.gateway.controller_client import ControllerAway, ControllerClient, ControllerFailed
 from orchestrator.gateway.http.exchange import JSON, Exchange, decoded
 from orchestrator.gateway.lmi import INVOCATIONS, LINES, content_types, joined_lines
 from orchestrator.gateway.openai import errors
 from orchestrator.gateway.openai.errors import ApiError
 from orchestrator.gateway.served_models import ServedModels
+from orchestrator.messages.gateway_calls import Hosting
 
 ROUTES_BY_FIELD = {  # of the body -> the route that reads it
     "inputs": INVOCATIONS,

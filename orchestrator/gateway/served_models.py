@@ -11,13 +11,13 @@ from collections.abc import Callable
 import msgspec.structs
 
 from orchestrator.access.keys import ApiKey
-from orchestrator.fleet.replica_states import ModelState
-from orchestrator.fleet.route_table import ModelRoutes, RouteTable
 from orchestrator.gateway.controller_client import ControllerAway, ControllerClient
 from orchestrator.gateway.openai import errors
 from orchestrator.gateway.received import ReceivedFiles
 from orchestrator.gateway.serving.model_queue import ModelQueue
 from orchestrator.gateway.serving.tokenizers import Tokenizers
+from orchestrator.messages.replica_states import ModelState
+from orchestrator.messages.route_table import ModelRoutes, RouteTable
 from orchestrator.scaling.demand_report import DemandReport
 from workers.host.task_boundary import task_boundary
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import yaml
 
+from orchestrator.control.resolve.spec_file import SpecFile, examine
 from orchestrator.process.failure import Failed
-from orchestrator.revisions.spec_file import SpecFile, examine
 from placements.facts.topology import DEGREES, TOPOLOGIES, Machine
 from placements.lmi.importing import LOADED, LmiModel, import_lmi
 from placements.lmi.settings import LmiSetting, UnreadableSettings, read_environment, read_properties

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
-from orchestrator.fleet.host_timing import START_S
+from orchestrator.control.decisions.host_demand import START_S
+from orchestrator.control.resolve.spec_file import SpecFile
 from orchestrator.process.failure import Failed
-from orchestrator.revisions.spec_file import SpecFile
 from orchestrator.simulate.report import span
 from orchestrator.simulate.run import Fixed, Joint, Outcome, simulate
 from orchestrator.simulate.scenario import BEGINS, Scenario, scenario_of

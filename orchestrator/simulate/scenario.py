@@ -7,10 +7,10 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from orchestrator.control.decisions.host_demand import START_S
+from orchestrator.control.resolve.spec_file import SpecFile
 from orchestrator.dispatch.dispatcher import QueueSettings
-from orchestrator.fleet.host_timing import START_S
 from orchestrator.process.failure import Failed
-from orchestrator.revisions.spec_file import SpecFile
 from placements.facts.checkpoints import Checkpoint
 from placements.facts.encoders import traced_batch, traced_lengths
 from placements.facts.engines import HOST_ENGINES, SHORTEST_BUCKET, Engine, resolve, takes_cores

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-from orchestrator.fleet.host_timing import CHECK_S, SPARE_S
+from orchestrator.control.decisions.host_demand import CHECK_S, SPARE_S
 from orchestrator.simulate.scenario import Scenario
 from orchestrator.simulate.simulated_queue import SimulatedQueue
 from orchestrator.simulate.simulated_replica import SimEncoder, SimReplica

@@ -15,7 +15,7 @@ from placements.resources.measured_times import LEAST_TOKENS, PACE, Times, lengt
 
 def measured_speeds(requests: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
     """Returns the speeds (`measured_times.speeds_of`) and the number of requests by model, from the records of the
-    gateways (`orchestrator.records.request_traces`). Models with too few requests are missing."""
+    gateways (`orchestrator.messages.request_traces`). Models with too few requests are missing."""
     by_model: dict[str, Times] = {}
     for request in requests:
         times = by_model.setdefault(request["model"], {})

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.cluster.own_ray import HEALTH_CHECKS
-from orchestrator.fleet.node_declaration import INSTANCE_LABEL, core_resources
+from orchestrator.cluster.ray_names import INSTANCE_LABEL, core_resources
 from placements.facts.topology import TOPOLOGIES
 
 ROOT = Path(__file__).parent.parent.parent

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from orchestrator.fleet.node_declaration import INSTANCE_LABEL, core_resources
+from orchestrator.cluster.ray_names import INSTANCE_LABEL, core_resources
 from placements.facts.topology import TOPOLOGIES
 from tests.deploy.ray_start import ROOT, check_health, check_ports, command
 

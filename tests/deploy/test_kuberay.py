@@ -11,7 +11,7 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
-from orchestrator.fleet.leaving_host import END_S
+from orchestrator.control.decisions.departures import END_S
 from placements.facts.topology import TOPOLOGIES, Machine
 from placements.planner.host_choice import plan_on_cluster
 from placements.planner.spec_hosts import hosts_for

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.fleet.node_declaration import NodeDeclaration
+from orchestrator.cluster.ray_names import NodeDeclaration
 from placements.facts.topology import TOPOLOGIES
 from tests.deploy.ray_start import ROOT, check_health, check_host, check_ports, options
 

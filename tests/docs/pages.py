@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.cli import main as cli
-from orchestrator.revisions.spec_file import SpecFile, examine
+from orchestrator.control.resolve.spec_file import SpecFile, examine
 from placements.facts.topology import Machine
 from placements.planner.plan import plan
 from placements.spec.problems import Problem, has_errors

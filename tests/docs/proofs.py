@@ -61,7 +61,7 @@ SECRETS = {
     ),
     "`ray-token`": (f"{PROCESS}home.py::test_rays_token_is_private_and_new_with_each_up",),
     "the files of `--tls-key`": (f"{ACCESS}tls.py::test_an_unusable_file_is_reported",),
-    "`journal`": ("orchestrator/records/test_journal.py::test_only_the_owner_can_read_the_file",),
+    "`journal`": ("orchestrator/control/journal/test_journal.py::test_only_the_owner_can_read_the_file",),
 }
 RECOVERY = {
     "A replica is killed.": (
@@ -124,7 +124,7 @@ RECOVERY = {
     ),
     "An update fails.": (
         f"{FLEETS}failed_updates.py::test_failing_updates_cost_no_request",
-        "orchestrator/rollout/test_updates.py::test_requests_are_held_until_a_failed_swap_is_rolled_back",
+        "orchestrator/control/decisions/test_updates.py::test_requests_are_held_until_a_failed_swap_is_rolled_back",
     ),
     "The disk is full.": (
         f"{FLEETS}operations.py::test_on_a_full_disk_nothing_is_applied_but_repairs_continue",

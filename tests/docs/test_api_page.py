@@ -14,13 +14,13 @@ import msgspec
 import pytest
 
 from orchestrator.api.routes import ROUTES
-from orchestrator.fleet.controller_settings import ADMIN_PATH
 from orchestrator.gateway.anthropic.requests import CountTokensRequest, MessagesRequest
 from orchestrator.gateway.encoding.requests import KINDS_OF, EncodingFields
 from orchestrator.gateway.openai.errors import ApiError
 from orchestrator.gateway.openai.protocol import ChatRequest, CompletionRequest
 from orchestrator.gateway.responses.requests import ResponsesRequest
 from orchestrator.gateway.routes import ROUTES as GATEWAY_ROUTES
+from orchestrator.messages.controller_settings import ADMIN_PATH
 from tests.api_reference import TABLES, renewed
 from tests.docs.pages import API, CLI, OVERVIEW, ROOT, SECURITY, example, rows, section, shape, words
 from tests.orchestrator.gateways import LiveGateway, routes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 
-from orchestrator.fleet.replica_states import TRANSITIONS, State
+from orchestrator.messages.replica_states import TRANSITIONS, State
 from tests.docs.pages import ARCHITECTURE, CONTRIBUTING, ROOT, SOURCES
 from tests.module_list import with_listing
 

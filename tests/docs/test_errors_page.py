@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import pytest
 
-from orchestrator.revisions.spec_file import examine, load
+from orchestrator.control.resolve.spec_file import examine, load
 from placements.planner.plan import plan
 from placements.spec.problems import Problem, has_errors, render
 from tests.docs.pages import API, ERRORS, LARGE, blocks, rows, section, words
@@ -103,8 +103,8 @@ def test_every_problem_of_a_spec_or_a_plan_is_produced() -> None:
     shown |= {id for block in blocks(ERRORS) if block.language == "yaml" for id in block.marked("up refuses")}
     made = (
         ids_in_source("placements/")
-        | ids_in_source("orchestrator/revisions/spec_file.py")
-        | ids_in_source("orchestrator/revisions/checkpoint_reader.py")
+        | ids_in_source("orchestrator/control/resolve/spec_file.py")
+        | ids_in_source("orchestrator/control/resolve/checkpoint_reader.py")
     )
     assert sorted(made - shown - BESIDE_A_SPEC.keys()) == []
     assert len(made) > 60
@@ -114,7 +114,7 @@ def test_an_entry_of_a_spec_or_a_plan_has_an_example_of_its_own() -> None:
     """In its section, and it gives the entry's problem."""
     own = {block.section for block in blocks(ERRORS) if block.section in block.marked("problems")}
     own |= {block.section for block in blocks(ERRORS) if block.section in block.marked("up refuses")}
-    made = ids_in_source("placements/") | ids_in_source("orchestrator/revisions/spec_file.py")
+    made = ids_in_source("placements/") | ids_in_source("orchestrator/control/resolve/spec_file.py")
     assert sorted(made - own - BESIDE_A_SPEC.keys()) == []
 
 

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from orchestrator.cli.init import spec_for
-from orchestrator.revisions.spec_file import examine, start_problems
+from orchestrator.control.resolve.spec_file import examine, start_problems
 from placements.explain.core_map import core_map
 from placements.facts.checkpoints import FAMILIES
 from placements.facts.encoders import ENCODERS

@@ -10,7 +10,7 @@ from pathlib import Path
 from typer.main import get_command
 
 from orchestrator.cli import main as cli
-from orchestrator.fleet.controller_settings import DRAIN_S
+from orchestrator.messages.controller_settings import DRAIN_S
 from placements.spec.parse import parse
 from placements.spec.problems import has_errors
 

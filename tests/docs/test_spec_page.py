@@ -11,7 +11,7 @@ from annotated_types import Ge, Gt, Le
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from orchestrator.rollout.changes import Tag, tag_of
+from orchestrator.control.decisions.changes import Tag, tag_of
 from placements.facts.checkpoints import FAMILIES
 from placements.facts.encoders import EMBEDDING_DECODERS, ENCODERS
 from placements.facts.engines import ENGINE_OPTIONS, ENGINES, Dtype, Engine

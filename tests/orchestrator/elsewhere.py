@@ -18,7 +18,7 @@ def _unreachable(query: SourceQuery, _: RetryPolicy) -> Remote:
 
 def forbid_remote_sources(patch: pytest.MonkeyPatch, home: Path) -> None:
     """Makes every remote source unreachable for the planner."""
-    for module in ("orchestrator.revisions.checkpoint_reader", "orchestrator.revisions.resolved_revision"):
+    for module in ("orchestrator.control.resolve.checkpoint_reader", "orchestrator.control.resolve.resolved_revision"):
         patch.setattr(f"{module}.source_metadata_store", lambda: SourceMetadata(home / "heads", _unreachable))
 
 

@@ -22,8 +22,8 @@ from orchestrator.api.server import AdminApi, serve_admin
 from orchestrator.cluster.settings import resolve
 from orchestrator.console.fleet_feed import ConsoleSource, LiveView, RayLinks
 from orchestrator.console.page import Entrance
-from orchestrator.fleet.controller_settings import ControllerSettings
-from orchestrator.fleet.fleet_status import EventPage, FleetStatus
+from orchestrator.messages.controller_settings import ControllerSettings
+from orchestrator.messages.fleet_status import EventPage, FleetStatus
 from orchestrator.process.addresses import free_port
 from placements.spec.problems import Problem
 from tests.fleet import until

@@ -21,8 +21,7 @@ from msgspec import to_builtins as builtin
 from orchestrator.api import preview, queries, replicas, revisions, schemas
 from orchestrator.api.operation import OperatedFleet
 from orchestrator.control.controller import Controller
-from orchestrator.fleet.controller_settings import ControllerSettings
-from orchestrator.fleet.effects import (
+from orchestrator.control.decisions.effects import (
     CoreOwner,
     HostLost,
     HostReport,
@@ -33,13 +32,14 @@ from orchestrator.fleet.effects import (
     Survivor,
     actor_name,
 )
-from orchestrator.fleet.fleet_status import FleetStatus, HostInFleet, RolloutReport
-from orchestrator.fleet.gateway_places import ClusterMachine, GatewayPlace
+from orchestrator.control.journal.journal import Journal
+from orchestrator.control.record_writer import InThread, RecordWriter
+from orchestrator.control.resumption import resume_fleet
+from orchestrator.messages.controller_settings import ControllerSettings
+from orchestrator.messages.fleet_status import FleetStatus, HostInFleet, RolloutReport
+from orchestrator.messages.gateway_calls import ClusterMachine, GatewayPlace
 from orchestrator.process.awake_clock import AwakeClock
 from orchestrator.process.home import FleetRecord
-from orchestrator.records.journal import Journal
-from orchestrator.state.record_writer import InThread, RecordWriter
-from orchestrator.state.resumption import resume_fleet
 from placements.facts.topology import Host
 from workers.artifacts.fetch.artifact_fetcher import FetchedArtifact, WantedArtifact, wanted_by
 from workers.artifacts.fetch.progress import FetchStatus

@@ -15,16 +15,15 @@ import msgspec.structs
 
 from orchestrator.access.keys import KeyFeed, KeyFile
 from orchestrator.control.live_requests import LiveRequests
-from orchestrator.fleet.hosting import Hosting
-from orchestrator.fleet.key_usage import KeyUsageExchange
-from orchestrator.fleet.replica_states import ModelState
-from orchestrator.fleet.route_table import ModelRoutes, Route, RouteTable
 from orchestrator.gateway.controller_client import ControllerAway
 from orchestrator.gateway.http.http_server import HttpServer
 from orchestrator.gateway.openapi import GatewayRoute
 from orchestrator.gateway.server import GatewayServer
 from orchestrator.gateway.serving.model_queue import ModelQueue
 from orchestrator.gateway.settings import GatewaySettings
+from orchestrator.messages.gateway_calls import Hosting, KeyUsageExchange
+from orchestrator.messages.replica_states import ModelState
+from orchestrator.messages.route_table import ModelRoutes, Route, RouteTable
 from orchestrator.process.addresses import free_port
 from orchestrator.scaling.demand_report import DemandReply, DemandReport, DemandWindow
 from placements.facts.encoders import Kind

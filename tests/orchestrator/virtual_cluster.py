@@ -12,9 +12,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from orchestrator.fleet.effects import CoreOwner, HostLost, HostReport, LogText, Loss, ReplicaDied, Survivor, actor_name
-from orchestrator.records.journal import Journal
-from orchestrator.records.journal_records import Event, R
+from orchestrator.control.decisions.effects import (
+    CoreOwner,
+    HostLost,
+    HostReport,
+    LogText,
+    Loss,
+    ReplicaDied,
+    Survivor,
+    actor_name,
+)
+from orchestrator.control.journal.journal import Journal
+from orchestrator.control.journal.journal_records import Event, R
 from tests.orchestrator.fakes import FakeCluster, FakeReplica
 from workers.host.interpreter import Interpreter
 from workers.messages.replica_config import ReplicaConfig

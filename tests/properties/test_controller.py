@@ -20,14 +20,14 @@ from hypothesis import HealthCheck, example, given
 from hypothesis import strategies as st
 
 from orchestrator.api.schemas import OperationRefused
-from orchestrator.control.reconcile import reconcile
-from orchestrator.fleet.replica_states import State
-from orchestrator.fleet.snapshot import Observed
-from orchestrator.records.journal import Journal
-from orchestrator.records.journal_fold import failed_cores
-from orchestrator.rollout.decide import FleetDecision, FleetSnapshot, decide
+from orchestrator.control import fleet_state
+from orchestrator.control.decisions.decide import FleetDecision, FleetSnapshot, decide
+from orchestrator.control.decisions.reconcile import reconcile
+from orchestrator.control.decisions.snapshot import Observed
+from orchestrator.control.journal.journal import Journal
+from orchestrator.control.journal.journal_fold import failed_cores
+from orchestrator.messages.replica_states import State
 from orchestrator.scaling.demand_report import DemandReport, DemandWindow
-from orchestrator.state import fleet_state
 from tests.orchestrator.elsewhere import forbid_remote_sources
 from tests.orchestrator.fakes import FakeCluster, Played, virtual, virtually
 from tests.searches import search

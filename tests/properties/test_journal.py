@@ -13,10 +13,10 @@ from unittest.mock import patch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.records import journal as module
-from orchestrator.records.journal import Contents, Journal, read
-from orchestrator.records.journal_fold import fold
-from orchestrator.records.journal_records import (
+from orchestrator.control.journal import journal as module
+from orchestrator.control.journal.journal import Contents, Journal, read
+from orchestrator.control.journal.journal_fold import fold
+from orchestrator.control.journal.journal_records import (
     Cordon,
     Decision,
     Event,

@@ -21,9 +21,9 @@ from pathlib import Path
 import pytest
 
 from orchestrator.api.schemas import OperationRefused
-from orchestrator.control.reconcile import reconcile
-from orchestrator.fleet.replica_states import State
-from orchestrator.fleet.snapshot import Observed
+from orchestrator.control.decisions.reconcile import reconcile
+from orchestrator.control.decisions.snapshot import Observed
+from orchestrator.messages.replica_states import State
 from tests.orchestrator import virtual_cluster
 from tests.orchestrator.fakes import Played, virtual, virtually
 from tests.orchestrator.virtual_cluster import TailJournal, VirtualCluster, VirtualReplica

@@ -15,7 +15,6 @@ from typing import Any
 
 import msgspec
 
-from orchestrator.fleet.route_table import ModelRoutes
 from orchestrator.gateway.encoding.requests import (
     KINDS_OF,
     ClassifyRequest,
@@ -37,6 +36,7 @@ from orchestrator.gateway.serving.ticket import Ticket, read_scheduling_paramete
 from orchestrator.gateway.serving.tokenizers import Tokenizers
 from orchestrator.gateway.settings import GatewaySettings
 from orchestrator.gateway.telemetry.gateway_metrics import GatewayMetrics
+from orchestrator.messages.route_table import ModelRoutes
 from workers.messages.encoder_protocol import EncodeInput
 from workers.messages.requests import GenerateRequest
 from workers.text.tokenizer import ByteTokenizer, PromptTokenizer

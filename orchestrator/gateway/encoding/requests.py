@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from orchestrator.fleet.route_table import ModelRoutes
 from orchestrator.gateway.openai import errors
 from orchestrator.gateway.openai.body_reader import decode, decoder_of, out_of_range
 from orchestrator.gateway.openai.errors import invalid
@@ -24,6 +23,7 @@ from orchestrator.gateway.openai.protocol import (
 )
 from orchestrator.gateway.openai.request_builder import RequestLimits
 from orchestrator.gateway.serving.tokenizers import layout_of
+from orchestrator.messages.route_table import ModelRoutes
 from placements.facts.encoders import Kind
 from workers.engines.encoder.layout import EncoderLayout
 from workers.messages.encoder_protocol import EncodeInput, EncoderKind

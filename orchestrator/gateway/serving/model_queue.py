@@ -13,14 +13,14 @@ import msgspec.structs
 
 from orchestrator.dispatch.dispatcher import Dispatcher, Expired, Full, QueueSettings, Refusal, Unreachable
 from orchestrator.dispatch.wait_prediction import MEAN_SHARE, retry_after_s
-from orchestrator.fleet.replica_states import ModelState
-from orchestrator.fleet.route_table import ModelRoutes, Route
 from orchestrator.gateway.openai import errors
 from orchestrator.gateway.openai.errors import ApiError
 from orchestrator.gateway.serving.replica_link import ReplicaLink
 from orchestrator.gateway.serving.replica_link_pool import ReplicaLinks
 from orchestrator.gateway.serving.ticket import PLAIN, SchedulingParameters, Sink, Ticket, ticket_for
 from orchestrator.gateway.telemetry.request_spans import TraceHandle
+from orchestrator.messages.replica_states import ModelState
+from orchestrator.messages.route_table import ModelRoutes, Route
 from orchestrator.scaling.demand_report import DemandWindow, RoutingDecision, undecided
 from orchestrator.scaling.forecast import Counts
 from workers.messages.credentials import Credentials

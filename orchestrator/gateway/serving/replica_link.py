@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, cast
 
 from orchestrator.dispatch.prefix_index import PrefixIndex
 from orchestrator.dispatch.replica_choice import Pace
-from orchestrator.fleet.route_table import Route
 from orchestrator.gateway.openai.errors import internal_error
 from orchestrator.gateway.serving.ticket import Ticket
+from orchestrator.messages.route_table import Route
 from orchestrator.process.version import corewright_version
 from workers.messages.requests import FinishReason
 from workers.messages.wire import (

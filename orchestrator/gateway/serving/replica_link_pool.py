@@ -12,9 +12,9 @@ from urllib.parse import urlsplit
 
 import msgspec.structs
 
-from orchestrator.fleet.route_table import ModelRoutes, Route
 from orchestrator.gateway.openai.request_builder import RequestLimits
 from orchestrator.gateway.serving.replica_link import ReplicaLink
+from orchestrator.messages.route_table import ModelRoutes, Route
 from workers.messages.credentials import REPLICA, Credentials, client_context
 from workers.messages.wire import GATEWAY_S, watch_link
 from workers.serving.dataplane import HANDSHAKE_S, TLS_SCHEME

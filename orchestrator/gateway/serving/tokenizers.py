@@ -12,8 +12,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from orchestrator.fleet.route_table import ModelRoutes
 from orchestrator.gateway.openai import errors
+from orchestrator.messages.route_table import ModelRoutes
 from workers.engines.encoder.layout import EncoderLayout, read_layout
 from workers.messages.encoder_protocol import EncoderKind
 from workers.messages.engine_protocol import EngineLoadError

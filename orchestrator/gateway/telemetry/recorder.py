@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from orchestrator.records.request_traces import parts
+from orchestrator.messages.request_traces import parts
 from workers.host import private_file
 
 log = logging.getLogger(__name__)
@@ -34,8 +34,8 @@ class RequestRecorder:
     """Writes a CSV line for each request: time, model, prompt and output tokens, key, first_ms, decode_ms.
 
     The files are ``folder/<gateway>.<bytes that this gateway had written before>.csv``, so that an offset stays valid
-    when the oldest file is deleted (`orchestrator.records.request_traces.read_page`). A full disk or a read-only folder
-    loses lines, never a request.
+    when the oldest file is deleted (`request_traces.read_page`). A full disk or a read-only folder loses lines, never a
+    request.
     """
 
     def __init__(

@@ -25,12 +25,12 @@ from orchestrator.api.schemas import OperationRefused
 from orchestrator.cli import up as up_module
 from orchestrator.cli.main import run
 from orchestrator.cluster.settings import SETTINGS, resolve
-from orchestrator.fleet.controller_settings import ADMIN_PATH
+from orchestrator.control.resolve.spec_file import examine, load
 from orchestrator.gateway.settings import GatewaySettings
+from orchestrator.messages.controller_settings import ADMIN_PATH
 from orchestrator.process.addresses import is_loopback
 from orchestrator.process.failure import Failed
 from orchestrator.process.home import Home
-from orchestrator.revisions.spec_file import examine, load
 from placements.facts.topology import Machine
 from placements.spec.parse import parse
 from placements.spec.problems import Problem

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from orchestrator.advise.advice import WITHIN, Advice, SizingQuestion, advise, candidates
+from orchestrator.control.resolve.spec_file import examine, this_machine
 from orchestrator.process.failure import Failed
-from orchestrator.revisions.spec_file import examine, this_machine
 from orchestrator.simulate.run import Fixed, simulate
 from orchestrator.simulate.scenario import scenario_of
 from orchestrator.simulate.workload import Lengths, Workload

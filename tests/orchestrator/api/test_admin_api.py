@@ -22,7 +22,7 @@ from orchestrator.api import server as module
 from orchestrator.api.routes import ROUTES, AdminRoute, console_calls, documented, openapi
 from orchestrator.api.schemas import OperationRefused
 from orchestrator.api.server import MAX_BODY_BYTES, MAX_CONNECTIONS
-from orchestrator.fleet.controller_settings import ADMIN_PATH
+from orchestrator.messages.controller_settings import ADMIN_PATH
 from orchestrator.process.home import Home
 from tests.fleet import until
 from tests.orchestrator.fakefleet import EVENTS, LOG, SPEC, TOKEN, FakeFleet, LiveAdmin, bad_spec, event

@@ -6,7 +6,7 @@ import io
 from typing import Any
 
 from orchestrator.cli.bars import SHOW_CURSOR, Bar, Bars
-from orchestrator.fleet.fleet_status import FleetStatus
+from orchestrator.messages.fleet_status import FleetStatus
 from tests.orchestrator.fakefleet import STATUS, replica, status_of
 
 

@@ -18,7 +18,7 @@ import pytest
 
 from orchestrator.cli import main as cli
 from orchestrator.compiling import compile_ahead as compileahead
-from orchestrator.starts import offline_configs
+from orchestrator.control.resolve import offline_configs
 from tests.checkpoints import make_checkpoint
 from tests.doubles.machine import make_interpreter
 from tests.s3 import FaultProxy, S3Server
@@ -280,7 +280,7 @@ def test_verify_reports_an_unreachable_source(
 def test_a_cached_failure_in_a_models_own_cache_has_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`cache retry` alone would not search there; it does search this host's own caches."""
     from orchestrator.cli import cache
-    from orchestrator.starts.offline_configs import OfflineConfig
+    from orchestrator.control.resolve.offline_configs import OfflineConfig
 
     own = tmp_path / "own"
     own.mkdir()
@@ -294,9 +294,9 @@ def test_a_cached_failure_in_a_models_own_cache_has_its_path(tmp_path: Path, mon
 
 def test_every_command_sets_the_target_of_the_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the machine does not have the spec's devices; an emulated host is the machine."""
+    from orchestrator.control.resolve.offline_configs import configs
+    from orchestrator.control.resolve.spec_file import load
     from orchestrator.process.home import Home
-    from orchestrator.revisions.spec_file import load
-    from orchestrator.starts.offline_configs import configs
 
     async def as_told(config: ReplicaConfig, *_: Any) -> ReplicaConfig:
         return config
@@ -344,9 +344,9 @@ def neuron(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Pat
 
 def compile_ahead(spec: Path, home: Path) -> None:
     """As `corewright compile` does, in the interpreter of the engine; without a device."""
+    from orchestrator.control.resolve.offline_configs import configs
+    from orchestrator.control.resolve.spec_file import load
     from orchestrator.process.home import Home
-    from orchestrator.revisions.spec_file import load
-    from orchestrator.starts.offline_configs import configs
     from workers.compiling.build import Order
     from workers.messages.replica_config import ReplicaConfig
 

@@ -18,7 +18,7 @@ from orchestrator.cli.get import ListFormat, follow_items, matchers
 from orchestrator.cli.listing import TABLES, selected
 from orchestrator.cli.output import paint_state
 from orchestrator.cli.views import MOST_HOSTS, MOST_REPLICAS, status_text
-from orchestrator.fleet.fleet_status import FleetStatus, ModelInFleet, ReplicaInFleet
+from orchestrator.messages.fleet_status import FleetStatus, ModelInFleet, ReplicaInFleet
 from tests.orchestrator.fakefleet import STATUS, TOKEN, LiveAdmin, replica, status_of
 
 REPLICAS = [replica("chat/0", "0-7"), replica("chat/1", "8-15", "failed", pid=None), replica("small/0", "16", live=0)]

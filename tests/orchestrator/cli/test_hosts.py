@@ -11,7 +11,7 @@ import pytest
 
 from orchestrator.cli import operate
 from orchestrator.cli.main import run
-from orchestrator.fleet.fleet_status import FleetStatus
+from orchestrator.messages.fleet_status import FleetStatus
 from tests.orchestrator.fakefleet import STATUS, TOKEN, LiveAdmin, status_of
 
 HOST = "inf2.48xlarge/0"

@@ -9,8 +9,8 @@ import yaml
 
 from orchestrator.cli import serve_sagemaker
 from orchestrator.cli.serve_sagemaker import spec_file
+from orchestrator.control.resolve import spec_file as spec_file_module
 from orchestrator.process.failure import Failed
-from orchestrator.revisions import spec_file as spec_file_module
 from placements.facts.topology import Machine
 from placements.planner.plan import plan
 from tests.stubs import LLAMA, stub_checkpoint

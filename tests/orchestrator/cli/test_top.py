@@ -17,7 +17,7 @@ from msgspec import convert
 from msgspec.structs import replace
 
 from orchestrator.cli.top import cells, host_line, letters, screen
-from orchestrator.fleet.fleet_status import EventRow, HostInFleet
+from orchestrator.messages.fleet_status import EventRow, HostInFleet
 from tests.orchestrator.fakefleet import EVENTS, STATUS, TOKEN, LiveAdmin, status_of
 
 HOST = convert(STATUS["hosts"][0], HostInFleet)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from orchestrator.cli.up import first_map
-from orchestrator.revisions.spec_file import load
+from orchestrator.control.resolve.spec_file import load
 from placements.planner.plan import plan
 
 SPEC = """

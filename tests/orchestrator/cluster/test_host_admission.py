@@ -13,8 +13,8 @@ import pytest
 from ray.exceptions import ActorUnavailableError, GetTimeoutError
 
 from orchestrator.cluster import host_actor, hosts
+from orchestrator.cluster.host_greeting import HostGreeting
 from orchestrator.cluster.hosts import HostAdmission
-from orchestrator.fleet.host_greeting import HostGreeting
 from workers.artifacts.store.store import StoreSettings
 from workers.host.facts.machine import Owner
 from workers.messages.wire import PROTOCOL

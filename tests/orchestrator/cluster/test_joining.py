@@ -22,12 +22,11 @@ from orchestrator.access.audit_log import Audit
 from orchestrator.cli.main import run
 from orchestrator.cluster import nodes, ownership, reach, survey
 from orchestrator.cluster import up as up_module
+from orchestrator.cluster.host_greeting import HostGreeting, unfit
+from orchestrator.cluster.machine_claims import MachineClaims, Member, bind_hosts, claims, lost_hosts, release_machines
 from orchestrator.cluster.ownership import ClusterOwner, only_fleet
 from orchestrator.cluster.reach import Sides, join, refuse_versions, refused
 from orchestrator.cluster.up import FleetStart, Up, UpOptions, refuse_version
-from orchestrator.fleet.host_binding import Member, bind_hosts, lost_hosts
-from orchestrator.fleet.host_greeting import HostGreeting, unfit
-from orchestrator.fleet.machine_claims import MachineClaims, claims, release_machines
 from orchestrator.gateway.settings import GatewaySettings
 from orchestrator.process.addresses import free_port
 from orchestrator.process.failure import Failed

@@ -18,8 +18,8 @@ from orchestrator.cli import doctor as doctor_command
 from orchestrator.cli.main import run
 from orchestrator.cluster.settings import SETTINGS
 from orchestrator.cluster.up import FleetStart, Up, UpOptions
-from orchestrator.fleet.fleet_status import FleetStatus
 from orchestrator.gateway.settings import GatewaySettings
+from orchestrator.messages.fleet_status import FleetStatus
 from orchestrator.process.addresses import free_port
 from orchestrator.process.home import FLEET_VARIABLE, FleetRecord, Home
 from orchestrator.process.waiting_notice import WaitingNotice

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from orchestrator.cli.main import run
 from orchestrator.compiling import compile_ahead, hub_push
 from orchestrator.compiling.compile_ahead import Job
+from orchestrator.control.resolve import offline_configs
+from orchestrator.control.resolve.spec_file import load
 from orchestrator.process.failure import Failed
 from orchestrator.process.home import Home
-from orchestrator.revisions.spec_file import load
-from orchestrator.starts import offline_configs
 from tests.checkpoints import make_checkpoint
 from tests.s3 import S3Server
 from tests.workers.tnx_runs import config

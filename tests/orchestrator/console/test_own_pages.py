@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from orchestrator.fleet.controller_settings import ADMIN_PATH
+from orchestrator.messages.controller_settings import ADMIN_PATH
 from tests.orchestrator.fakefleet import TOKEN, LiveAdmin
 from tests.orchestrator.hostile import ask
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from orchestrator.fleet.replica_states import State
-from orchestrator.rollout import decide as decisions
-from orchestrator.rollout.decide import FleetDecision, FleetSnapshot, decide
-from orchestrator.rollout.rollout_step import Goal, Situation, compute_goal
-from orchestrator.state import fleet_state
+from orchestrator.control import fleet_state
+from orchestrator.control.decisions import decide as decisions
+from orchestrator.control.decisions.decide import FleetDecision, FleetSnapshot, decide
+from orchestrator.control.decisions.rollout_step import Goal, Situation, compute_goal
+from orchestrator.messages.replica_states import State
 from tests.orchestrator import virtual_cluster
 from tests.orchestrator.fakes import FakeCluster, Played, virtual
 from tests.orchestrator.virtual_cluster import VirtualCluster

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from orchestrator.fleet.replica_states import Signal
+from orchestrator.messages.replica_states import Signal
 from tests.orchestrator.fakes import DEADLINE_S, FakeCluster, Played, settled_fleet, starting_fleet
 from workers.messages.status import Failure, Phase, Reaction
 

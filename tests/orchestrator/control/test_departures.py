@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.api.schemas import OperationRefused
-from orchestrator.fleet.effects import HostReport
-from orchestrator.fleet.leaving_host import STOP_S
-from orchestrator.records.journal_records import Departure
-from orchestrator.state.departures import SAME_S, noticed_departures
+from orchestrator.control.decisions.departures import SAME_S, STOP_S, noticed_departures
+from orchestrator.control.decisions.effects import HostReport
+from orchestrator.control.journal.journal_records import Departure
 from tests.orchestrator.fakes import Played, settled_fleet
 from workers.messages.status import Notice, earliest
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from orchestrator.fleet.route_table import ModelRoutes
-from orchestrator.fleet.snapshot import BREAKER_PAUSE_S
-from orchestrator.records.journal import Journal
-from orchestrator.state.quarantine import SET_ASIDE_S, cores_of_devices
+from orchestrator.control.decisions.snapshot import BREAKER_PAUSE_S
+from orchestrator.control.journal.journal import Journal
+from orchestrator.control.quarantine import SET_ASIDE_S, cores_of_devices
+from orchestrator.messages.route_table import ModelRoutes
 from placements.facts.topology import TOPOLOGIES, Host
 from tests.orchestrator.fakes import FakeCluster, Played, settled_fleet, starting_fleet, virtually
 from workers.messages.status import Failure, Phase, Reaction, ServerLoad
@@ -202,7 +202,7 @@ def test_the_last_log_lines_of_a_dead_replica_are_its_failure(tmp_path: Path) ->
     )
 
     async def play() -> tuple[Any, Any]:
-        from tests.orchestrator.starts.test_resolve_engine import NXDI  # an interpreter that holds the engine
+        from tests.orchestrator.control.resolve.test_resolve_engine import NXDI  # an interpreter that holds the engine
 
         cluster = FakeCluster()
         cluster.interpreters[None] = NXDI

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from orchestrator.api.schemas import OperationRefused
-from orchestrator.fleet.fleet_status import HostInFleet
+from orchestrator.messages.fleet_status import HostInFleet
 from tests.orchestrator.fakes import Played, settled_fleet
 
 HOSTS = ["inf2.48xlarge/0", "inf2.48xlarge/1"]

@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.fleet.host_timing import SPARE_S
-from orchestrator.records.journal import Journal
-from orchestrator.rollout.host_demand import HostDemand
-from orchestrator.rollout.rollout_step import DesiredModel, Situation
-from orchestrator.state.host_uses import LEAST_LATE_S
+from orchestrator.control.decisions.host_demand import SPARE_S, HostDemand
+from orchestrator.control.decisions.rollout_step import DesiredModel, Situation
+from orchestrator.control.host_uses import LEAST_LATE_S
+from orchestrator.control.journal.journal import Journal
 from placements.facts.topology import Machine
 from placements.planner.spec_hosts import host_groups, hosts_for, kept_hosts
 from placements.spec.parse import parse

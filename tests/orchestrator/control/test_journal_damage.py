@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from orchestrator.api.schemas import OperationRefused
-from orchestrator.fleet.replica_states import State
-from orchestrator.records.journal import Journal, JournalUnwritable
+from orchestrator.control.journal.journal import Journal, JournalUnwritable
+from orchestrator.messages.replica_states import State
 from tests.orchestrator.fakes import FakeCluster, Played, virtual, virtually
 from workers.messages.status import Phase
 

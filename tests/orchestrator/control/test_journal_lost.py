@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from orchestrator.api.schemas import OperationRefused
-from orchestrator.records.journal import Journal
-from orchestrator.state.record_writer import RecordWriter
+from orchestrator.control.journal.journal import Journal
+from orchestrator.control.record_writer import RecordWriter
 from tests.orchestrator.control.test_journal_damage import LONG_S, ONE, TWO, idle, passes
 from tests.orchestrator.fakes import FakeCluster, Played, virtual
 

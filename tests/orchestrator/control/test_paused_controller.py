@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.control.reconcile import DRAIN_GRACE_S, Fail, Stop, reconcile
-from orchestrator.fleet.replica_states import STARTING, State
-from orchestrator.fleet.snapshot import Observed, ReplicaView
+from orchestrator.control.decisions.reconcile import DRAIN_GRACE_S, Fail, Stop, reconcile
+from orchestrator.control.decisions.rollout_step import ReplicaTarget
+from orchestrator.control.decisions.snapshot import Observed, ReplicaView
+from orchestrator.messages.replica_states import STARTING, State
 from orchestrator.process.awake_clock import AGAIN_S, BEAT_S, LATE_S, AwakeClock
-from orchestrator.rollout.rollout_step import ReplicaTarget
 from placements.facts.core_range import CoreRange
 from placements.planner.plan import Placement
 from tests.orchestrator.fakes import FakeCluster, Played, VirtualLoop, virtual, virtually

@@ -15,8 +15,7 @@ from msgspec.structs import replace
 from orchestrator.cli.views import status_text
 from orchestrator.cluster.follower import progress
 from orchestrator.control.start_steps import PROCESS_S, RemainingTime, lead_of
-from orchestrator.fleet.fleet_status import FetchProgress, ReplicaInFleet
-from orchestrator.fleet.progress_text import fetch_text
+from orchestrator.messages.fleet_status import FetchProgress, ReplicaInFleet, fetch_text
 from tests.orchestrator.elsewhere import alone as alone
 from tests.orchestrator.fakefleet import STATUS, replica, status_of
 from tests.orchestrator.fakes import FakeCluster, Played, play, starting_fleet

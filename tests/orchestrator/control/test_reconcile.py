@@ -7,10 +7,20 @@ import dataclasses
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.control.reconcile import DRAIN_GRACE_S, Action, Drain, Fail, Forget, Release, Start, Stop, reconcile
-from orchestrator.fleet.replica_states import Signal, State, advance
-from orchestrator.fleet.snapshot import BREAKER_PAUSE_S, Observed, ReplicaView
-from orchestrator.rollout.rollout_step import ReplicaTarget
+from orchestrator.control.decisions.reconcile import (
+    DRAIN_GRACE_S,
+    Action,
+    Drain,
+    Fail,
+    Forget,
+    Release,
+    Start,
+    Stop,
+    reconcile,
+)
+from orchestrator.control.decisions.rollout_step import ReplicaTarget
+from orchestrator.control.decisions.snapshot import BREAKER_PAUSE_S, Observed, ReplicaView
+from orchestrator.messages.replica_states import Signal, State, advance
 from placements.facts.core_range import CoreRange
 from placements.planner.plan import Placement
 from placements.spec.sections import Deadlines

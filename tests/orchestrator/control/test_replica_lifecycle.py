@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.fleet.replica_states import (
+from orchestrator.messages.replica_states import (
     TRANSITIONS,
     IllegalTransition,
     ModelState,

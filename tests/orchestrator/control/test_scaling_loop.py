@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.records.journal import Journal
+from orchestrator.control.journal.journal import Journal
 from orchestrator.scaling.demand_report import AUTOSCALE_S, DemandReport, DemandWindow, RoutingDecision
 from tests.orchestrator.fakes import FakeCluster, Played, play, starting_fleet, virtual
 from tests.searches import search

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from orchestrator.fleet.replica_states import State
-from orchestrator.fleet.snapshot import ReplicaView
-from orchestrator.records.journal_records import ReadyStart
-from orchestrator.state.start_times import OLD_S, StartTimes, phases_again, ready_at
+from orchestrator.control.decisions.snapshot import ReplicaView
+from orchestrator.control.journal.journal_records import ReadyStart
+from orchestrator.control.start_times import OLD_S, StartTimes, phases_again, ready_at
+from orchestrator.messages.replica_states import State
 from tests.orchestrator.fakes import Played, starting_fleet
 from workers.artifacts.fetch.progress import FetchStatus
 from workers.messages.status import Phase

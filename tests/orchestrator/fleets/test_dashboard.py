@@ -24,7 +24,7 @@ import pytest
 from playwright.sync_api import Locator, Page, expect, sync_playwright
 
 from orchestrator.cluster.own_ray import BOARD, UID
-from orchestrator.fleet.cluster_names import ray_name
+from orchestrator.cluster.ray_names import ray_name
 from orchestrator.process.home import Home
 from tests.fleet import LiveFleet, until
 from workers.serving.replica_metrics import METRICS

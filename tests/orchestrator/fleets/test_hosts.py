@@ -15,8 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
+from orchestrator.control.resolve.spec_file import examine, start_problems
 from orchestrator.process.home import Home
-from orchestrator.revisions.spec_file import examine, start_problems
 from placements.facts.topology import Machine
 from tests.fleet import LiveFleet, until
 from tests.orchestrator.clients import complete, echo_text
@@ -45,7 +45,7 @@ from pathlib import Path
 import ray
 from orchestrator.process.awake_clock import AwakeClock
 from orchestrator.cluster.ray_cluster import RayCluster
-from orchestrator.fleet.cluster_names import ray_name
+from orchestrator.cluster.ray_names import ray_name
 from workers.host import host_facts as host
 from workers.artifacts.store.store import StoreSettings
 

@@ -22,7 +22,7 @@ import httpx
 import pytest
 
 from orchestrator.compiling.hub_push import push_to_hub
-from orchestrator.fleet.controller_settings import ADMIN_PATH
+from orchestrator.messages.controller_settings import ADMIN_PATH
 from orchestrator.process.failure import Failed
 from orchestrator.process.home import Home
 from tests import leaks

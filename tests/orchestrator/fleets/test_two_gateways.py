@@ -15,8 +15,8 @@ import msgspec.structs
 import psutil
 import pytest
 
-from orchestrator.fleet.route_table import Route
 from orchestrator.gateway.serving.model_queue import ModelQueue
+from orchestrator.messages.route_table import Route
 from tests.fleet import LiveFleet, until
 from tests.orchestrator.certificates import Authority
 from tests.orchestrator.gateways import LiveGateway, routes

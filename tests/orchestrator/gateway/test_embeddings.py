@@ -15,10 +15,10 @@ import msgspec
 import pytest
 
 from orchestrator.access.keys import Allowance, KeyFile
-from orchestrator.fleet.replica_states import ModelState
+from orchestrator.control.resolve.checkpoint_reader import tokenizer_key
 from orchestrator.gateway.openai.answers import EmbeddingList
+from orchestrator.messages.replica_states import ModelState
 from orchestrator.process.home import Home
-from orchestrator.revisions.checkpoint_reader import tokenizer_key
 from placements.facts.encoders import Kind
 from tests.fleet import until
 from tests.orchestrator.encoded import EncoderReplica, HeldEncoder

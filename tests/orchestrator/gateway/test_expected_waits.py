@@ -11,8 +11,8 @@ import httpx
 import msgspec.structs
 import pytest
 
-from orchestrator.fleet.replica_states import ModelState
-from orchestrator.fleet.route_table import ModelRoutes
+from orchestrator.messages.replica_states import ModelState
+from orchestrator.messages.route_table import ModelRoutes
 from tests.fleet import until
 from tests.orchestrator.gateways import LiveGateway, routes
 from tests.served import Served

@@ -14,9 +14,9 @@ import msgspec.structs
 import pytest
 from openai import NotFoundError, OpenAI
 
-from orchestrator.fleet.replica_states import ModelState
 from orchestrator.gateway import app, request_log
 from orchestrator.gateway.http import request_reader
+from orchestrator.messages.replica_states import ModelState
 from orchestrator.process.logs import Access
 from tests.fleet import until
 from tests.orchestrator.gateways import LiveGateway, routes

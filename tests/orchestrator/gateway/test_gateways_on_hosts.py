@@ -9,14 +9,14 @@ import msgspec.structs
 import pytest
 
 from orchestrator.access.keys import Allowance, KeyFeed, KeyFile
-from orchestrator.fleet.key_usage import KeyUsage
-from orchestrator.fleet.route_table import RouteTable
 from orchestrator.gateway import app
 from orchestrator.gateway.authenticator import Authenticator
 from orchestrator.gateway.key_limits import KeyLimits
 from orchestrator.gateway.openai.errors import ApiError
 from orchestrator.gateway.received import ReceivedFiles
 from orchestrator.gateway.settings import GatewaySettings
+from orchestrator.messages.gateway_calls import KeyUsage
+from orchestrator.messages.route_table import RouteTable
 from tests.fleet import until
 from tests.orchestrator.gateways import LiveGateway, routes
 from tests.served import Served

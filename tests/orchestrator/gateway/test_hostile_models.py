@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from orchestrator.fleet.replica_states import ModelState
+from orchestrator.messages.replica_states import ModelState
 from tests.checkpoints import CHAT_TEMPLATE, save_tokenizer
 from tests.fleet import until
 from tests.orchestrator.gateways import LiveGateway, routes

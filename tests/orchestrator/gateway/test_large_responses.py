@@ -12,11 +12,11 @@ import msgspec
 import pytest
 
 import workers
-from orchestrator.fleet.replica_states import ModelState
-from orchestrator.fleet.route_table import Route
 from orchestrator.gateway.http.connection import MIN_READ_BYTES, HttpConnection
 from orchestrator.gateway.http.http_server import HttpServer
 from orchestrator.gateway.settings import GatewaySettings
+from orchestrator.messages.replica_states import ModelState
+from orchestrator.messages.route_table import Route
 from orchestrator.process.version import corewright_version
 from tests.fleet import until
 from tests.orchestrator.gateways import LiveGateway, routes

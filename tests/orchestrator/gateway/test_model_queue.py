@@ -8,14 +8,14 @@ from typing import Any, cast
 import msgspec.structs
 import pytest
 
-from orchestrator.fleet.replica_states import ModelState
-from orchestrator.fleet.route_table import ModelRoutes, Route
 from orchestrator.gateway.openai.errors import ApiError
 from orchestrator.gateway.serving import replica_link_pool as links_of
 from orchestrator.gateway.serving.model_queue import ModelQueue
 from orchestrator.gateway.serving.replica_link import ReplicaLink
 from orchestrator.gateway.serving.replica_link_pool import ReplicaLinks
 from orchestrator.gateway.serving.ticket import Ticket
+from orchestrator.messages.replica_states import ModelState
+from orchestrator.messages.route_table import ModelRoutes, Route
 from placements.resources.measured_times import PACE, Times, length_class, note
 from tests.fleet import until_async
 from tests.orchestrator.gateways import routes

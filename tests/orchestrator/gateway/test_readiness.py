@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from orchestrator.cluster.gateway_start import is_waiting, wait_for_gateway
-from orchestrator.fleet.replica_states import ModelState
-from orchestrator.fleet.route_table import ModelRoutes
 from orchestrator.gateway.serving import model_queue, tokenizers
+from orchestrator.messages.replica_states import ModelState
+from orchestrator.messages.route_table import ModelRoutes
 from tests.fleet import until
 from tests.orchestrator.gateways import LiveGateway, routes
 from tests.served import Served

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 
 import workers
-from orchestrator.fleet.route_table import Route
 from orchestrator.gateway.openai.errors import ApiError
 from orchestrator.gateway.serving.replica_link import ReplicaLink
 from orchestrator.gateway.serving.ticket import Ticket, ticket_for
+from orchestrator.messages.route_table import Route
 from orchestrator.process.version import corewright_version
 from workers.messages.requests import FinishReason, GenerateRequest, TokenEvent
 from workers.messages.wire import PROTOCOL, FrameReader, Hello, Step, Submit, Welcome, encode

@@ -13,7 +13,7 @@ from typing_extensions import Buffer
 
 from orchestrator.gateway.telemetry import recorder as recorder_of
 from orchestrator.gateway.telemetry.recorder import BUFFERED, RequestRecorder
-from orchestrator.records.request_traces import parts, read_page
+from orchestrator.messages.request_traces import parts, read_page
 from orchestrator.simulate.trace_file import read_trace, write_trace
 from workers.host import private_file
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from orchestrator.fleet.route_table import Route
+from orchestrator.messages.route_table import Route
 
 HERE, ELSEWHERE = "192.0.2.1", "192.0.2.2"
 

@@ -15,8 +15,8 @@ import msgspec.structs
 import pytest
 
 from orchestrator.access.keys import Allowance, KeyFile
-from orchestrator.fleet.replica_states import ModelState
 from orchestrator.gateway.serving import replica_link_pool
+from orchestrator.messages.replica_states import ModelState
 from tests.fleet import until
 from tests.orchestrator.gateways import LiveGateway, routes
 from tests.served import Served

@@ -17,13 +17,13 @@ import pytest
 from openapi_spec_validator import validate
 
 from orchestrator.access.keys import KeyFile
-from orchestrator.fleet.hosting import Hosting
 from orchestrator.gateway.controller_client import ControllerFailed
 from orchestrator.gateway.lmi import LmiAnswer, content_types, read_lmi
 from orchestrator.gateway.openai.answers import Choice
 from orchestrator.gateway.openapi import openapi
 from orchestrator.gateway.routes import CONTAINER_ROUTES, ROUTES
 from orchestrator.gateway.sagemaker import LoadedModel, LoadedModels
+from orchestrator.messages.gateway_calls import Hosting
 from orchestrator.process.home import Home
 from tests.fleet import until
 from tests.orchestrator.gateways import LiveGateway, routes

@@ -14,12 +14,12 @@ import httpx
 import pytest
 
 from orchestrator.access.keys import Allowance, KeyFile
-from orchestrator.fleet.replica_states import ModelState
 from orchestrator.gateway.http.exchange import MAX_JSON_DEPTH
 from orchestrator.gateway.openai.errors import ApiError
 from orchestrator.gateway.openai.request_builder import MAX_TOKENIZED_TOKENS
 from orchestrator.gateway.serving import tokenizers as module
 from orchestrator.gateway.serving.tokenizers import TokenizerThreads
+from orchestrator.messages.replica_states import ModelState
 from orchestrator.process.home import Home
 from tests.checkpoints import CHAT_TEMPLATE, save_tokenizer
 from tests.fleet import until, until_async

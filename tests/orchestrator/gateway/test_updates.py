@@ -10,9 +10,9 @@ import httpx
 import msgspec.structs
 import pytest
 
-from orchestrator.fleet.replica_states import ModelState
-from orchestrator.fleet.route_table import ModelRoutes
 from orchestrator.gateway.serving import tokenizers
+from orchestrator.messages.replica_states import ModelState
+from orchestrator.messages.route_table import ModelRoutes
 from tests.fleet import until
 from tests.orchestrator.gateway.test_routing import Asked, filled, waiting
 from tests.orchestrator.gateways import LiveGateway, routes

@@ -13,11 +13,11 @@ from orchestrator.access.keys import KeyFile
 from orchestrator.cli.main import run
 from orchestrator.cli.output import libraries_to_log
 from orchestrator.cluster.settings import resolve
+from orchestrator.control.journal.journal import Journal, JournalUnwritable
+from orchestrator.control.journal.journal_records import Scale
 from orchestrator.gateway.telemetry import recorder
 from orchestrator.process.failure import Failed
 from orchestrator.process.home import Home, daemon_alive
-from orchestrator.records.journal import Journal, JournalUnwritable
-from orchestrator.records.journal_records import Scale
 from tests.orchestrator.fleet_records import fleet_record
 from workers.host import file_lock
 from workers.host.host_facts import cut_log

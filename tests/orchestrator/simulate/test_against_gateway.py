@@ -14,13 +14,13 @@ import pytest
 import workers
 from benchmarks.routing_parts.fixed_replicas import serve_fixed
 from benchmarks.scaling_parts.scenarios import sim_model
-from orchestrator.fleet.replica_states import ModelState
-from orchestrator.fleet.route_table import ModelRoutes, Route
 from orchestrator.gateway.openai.errors import ApiError
 from orchestrator.gateway.serving import model_queue, replica_link, ticket
 from orchestrator.gateway.serving.model_queue import ModelQueue
 from orchestrator.gateway.serving.replica_link import ReplicaLink
 from orchestrator.gateway.serving.ticket import SchedulingParameters, Ticket
+from orchestrator.messages.replica_states import ModelState
+from orchestrator.messages.route_table import ModelRoutes, Route
 from orchestrator.process.version import corewright_version
 from orchestrator.simulate.scenario import SimModel
 from orchestrator.simulate.simulated_replica import Arrival, SimReplica, SimRequest

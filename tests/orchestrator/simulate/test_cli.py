@@ -12,7 +12,7 @@ import pytest
 
 from orchestrator.cli import trace as command
 from orchestrator.cli.main import run
-from orchestrator.revisions.spec_file import load
+from orchestrator.control.resolve.spec_file import load
 from orchestrator.simulate.run import Joint, simulate
 from orchestrator.simulate.scenario import scenario_of
 from orchestrator.simulate.simulated_replica import Arrival

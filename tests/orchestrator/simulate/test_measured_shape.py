@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.revisions.spec_file import load
+from orchestrator.control.resolve.spec_file import load
 from orchestrator.simulate.scenario import Scenario, scenario_of
 from placements.facts.topology import Host
 from placements.resources.calibration import MeasuredSpeed, difference, shape_of

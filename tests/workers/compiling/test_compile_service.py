@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.revisions.spec_file import load
+from orchestrator.control.resolve.spec_file import load
 from placements.resources.host_memory import PROCESS_GIB, host_memory
 from tests.checkpoints import make_checkpoint
 from tests.workers.tnx_runs import config

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.revisions.checkpoint_reader import tokenizer_key
-from orchestrator.revisions.spec_file import load
+from orchestrator.control.resolve.checkpoint_reader import tokenizer_key
+from orchestrator.control.resolve.spec_file import load
 from tests.checkpoints import save_tokenizer
 from workers.engines.checkpoint_files import read_config
 from workers.engines.weight_files import check_checkpoint

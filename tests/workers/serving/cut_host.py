@@ -15,8 +15,8 @@ from pathlib import Path
 
 import workers
 from orchestrator.access.tls import fleet_credentials
-from orchestrator.fleet.route_table import Route
 from orchestrator.gateway.serving.model_queue import ModelQueue
+from orchestrator.messages.route_table import Route
 from orchestrator.process.version import corewright_version
 from tests.orchestrator.gateways import routes
 from tests.served import EPOCH, TOKEN

@@ -1,0 +1,1 @@
+"""What happens next in a fleet, decided from a snapshot: goal, rollout, relocation, hosts and effects. Pure."""

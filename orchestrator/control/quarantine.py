@@ -1,0 +1,76 @@
+"""Quarantines cores after failures: for a while, or until an operator clears them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from orchestrator.control.decisions.effects import FailedCore
+from orchestrator.control.decisions.snapshot import ReplicaView
+from orchestrator.control.fleet_state import FleetState
+from orchestrator.control.journal.journal_records import Quarantine
+from placements.facts.core_range import ranges
+from placements.facts.topology import Host
+from workers.messages.status import Failure, Reaction
+
+SET_ASIDE_S = 120.0  # for cores that the runtime refused: the tools that show their owner run every 10 s
+
+
+def on_failure(state: FleetState, view: ReplicaView, failure: Failure) -> None:
+    """Quarantine the cores that the failure of ``view`` implicates.
+
+    ELSEWHERE: its own cores, for a while. QUARANTINE: all cores of the devices that the failure names and the replica
+    uses, else of all devices that it uses; they survive a restart of the controller.
+    """
+    if view.cores is None or failure.reaction not in (Reaction.ELSEWHERE, Reaction.QUARANTINE):
+        return
+    failed = state.failed_cores.setdefault(view.host, {})
+    if failure.reaction is Reaction.ELSEWHERE:
+        until = state.clock() + SET_ASIDE_S
+        temporary = [core for core in view.cores if not _is_permanent(failed.get(core))]
+        failed.update(dict.fromkeys(temporary, FailedCore(str(failure), until)))
+        message = f"cores {view.cores} are set aside for {SET_ASIDE_S:.0f} s: {failure}"
+        state.records.event("warning", "CoresSetAside", message, view=view)
+        return
+    host = next(host for host in state.hosts if host.name == view.host)
+    cores = cores_of_devices(host, view.cores, failure.devices)
+    failed.update({core: FailedCore(str(failure)) for core in cores})
+    for core in sorted(cores):
+        state.records.note(Quarantine(host=view.host, core=core, on=True, pid=None, command=None, cause=str(failure)))
+    message = f"cores {','.join(ranges(cores))} are quarantined until `corewright uncordon {view.host}`: {failure}"
+    state.records.event("error", "CoreQuarantined", message, view=view)
+
+
+def clear(state: FleetState, host: str, cores: Iterable[int] | None) -> None:
+    """Clear the quarantine of ``cores``, as an operator requested; None: of the whole host."""
+    failed = state.failed_cores.get(host, {})
+    freed = sorted(failed if cores is None else set(cores) & failed.keys())
+    for core in freed:
+        if _is_permanent(failed.pop(core)):
+            state.records.note(Quarantine(host=host, core=core, on=False, pid=None, command=None))
+    if freed:
+        state.records.event("info", "CoreFree", f"cores {','.join(ranges(freed))} are available again", host=host)
+
+
+def expire(state: FleetState) -> None:
+    """Clear cores whose temporary quarantine has expired."""
+    now = state.clock()
+    for host, failed in state.failed_cores.items():
+        over = [core for core, failure in failed.items() if failure.until is not None and failure.until <= now]
+        for core in over:
+            del failed[core]
+        if over:
+            state.records.event(
+                "info", "CoreFree", f"cores {','.join(ranges(over))} are no longer set aside", host=host
+            )
+
+
+def cores_of_devices(host: Host, cores: Iterable[int], devices: Iterable[int]) -> frozenset[int]:
+    """Returns all cores of the ``devices`` that have some of ``cores``; if none has, of all devices that have some."""
+    per = host.topology.cores_per_device if host.topology is not None else 1
+    own = {core // per for core in cores}
+    chosen = own & set(devices) or own
+    return frozenset(core for device in chosen for core in range(device * per, (device + 1) * per))
+
+
+def _is_permanent(failure: FailedCore | None) -> bool:
+    return failure is not None and failure.until is None

@@ -1,0 +1,1 @@
+"""From a spec's file to the configurations of replicas: checkpoints, engines, revisions and rollbacks."""

@@ -1,0 +1,100 @@
+"""Resolves the engine of a replica before its start, and checks its interpreter."""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from importlib.metadata import version
+from typing import Protocol
+
+import msgspec.structs
+
+from orchestrator.control.resolve.resolved_revision import ResolvedRevision
+from orchestrator.process.version import corewright_version
+from placements.facts.engines import AUTO_ENGINES, PACKAGES, SERVER_ENGINES, Engine, NoEngine, choose_engine
+from placements.facts.tnx_families import MISREAD_HINT
+from workers.host.interpreter import Interpreter, refusal, vllm_refusal
+from workers.messages.replica_config import ReplicaConfig
+from workers.messages.status import Failure
+
+
+class Hosts(Protocol):
+    """Access to the interpreters of hosts: `effects.ClusterClient`, or this machine without a fleet."""
+
+    async def interpreter(self, python: str | None, host: str) -> Interpreter:
+        """Returns an interpreter of the host; ``python`` None: the fleet's own. Raises HostLost."""
+
+
+async def resolve_engine(config: ReplicaConfig, generation: ResolvedRevision, hosts: Hosts) -> ReplicaConfig | Failure:
+    """Returns the configuration with its engine resolved; or why the replica cannot start.
+
+    1. ``auto`` becomes an engine that the host has, in its own interpreter or in the one that the spec names.
+    2. An interpreter that the spec names is checked, and the host's own if the engine needs a package of AWS. With its
+       version of transformers, transformers-neuronx must read the model's rotary positions correctly. The interpreter
+       of vLLM must have the release that the plan is for.
+    Raises HostLost.
+    """
+    if config.engine == "auto":  # 1
+        return await _chosen(config, generation, hosts)
+    if config.python is not None or config.engine in (*PACKAGES, "torch-neuronx"):
+        interpreter = await hosts.interpreter(config.python, config.host)
+        refused = _refusal(interpreter, config.engine) or _misread(
+            interpreter, config.engine, config.model, generation
+        )  # 2
+        if refused is not None:
+            return refused
+    if config.engine == "vllm":
+        interpreter = await hosts.interpreter(config.server_python, config.host)
+        host = next(host for host in generation.hosts if host.name == config.host)
+        return vllm_refusal(interpreter, generation.spec.vllm_release_on(host)) or config
+    return config
+
+
+async def _chosen(config: ReplicaConfig, generation: ResolvedRevision, hosts: Hosts) -> ReplicaConfig | Failure:
+    spec = generation.spec
+    model = spec.model(config.model)
+    assert model is not None
+    usable: dict[Engine, Interpreter] = {}
+    refusals: list[Failure] = []
+    for engine in AUTO_ENGINES:
+        python = spec.python_for(engine)
+        interpreter = await hosts.interpreter(python, config.host)
+        refused = _refusal(interpreter, engine)
+        if refused is None:
+            usable[engine] = interpreter
+        elif python is not None:  # the spec names it, so it should work
+            refusals.append(refused)
+    host = next(host for host in generation.hosts if host.name == config.host)
+    checkpoint = generation.checkpoints.get(config.model)
+    chosen = choose_engine(
+        None if checkpoint is None else checkpoint.model_type,
+        None if host.topology is None else host.topology.instance,
+        {engine: interpreter.engines[engine] for engine, interpreter in usable.items()},
+    )
+    if isinstance(chosen, NoEngine):
+        also = "".join(f"; {refused.id}: {refused.what}" for refused in refusals)
+        return Failure(chosen.id, chosen.what + also, chosen.hint)
+    if chosen in usable and (misread := _misread(usable[chosen], chosen, config.model, generation)):
+        return misread
+    dtype, python = model.dtype_on(chosen), spec.python_for(chosen)
+    return msgspec.structs.replace(config, engine=chosen, dtype=dtype, python=python, warm=spec.is_warm(chosen))
+
+
+def _refusal(interpreter: Interpreter, engine: str) -> Failure | None:
+    minor = f"{sys.version_info.major}.{sys.version_info.minor}"
+    needs = None if engine in SERVER_ENGINES else engine  # the server has an interpreter of its own
+    return refusal(interpreter, needs, ray=_ray_version(), python_minor=minor, corewright=corewright_version())
+
+
+def _misread(interpreter: Interpreter, engine: str, model: str, generation: ResolvedRevision) -> Failure | None:
+    checkpoint = generation.checkpoints.get(model)
+    if engine != "transformers-neuronx" or checkpoint is None:
+        return None
+    how = checkpoint.on_tnx.misread(interpreter.packages.get("transformers"))
+    fact = f"transformers-neuronx misreads the rotary positions of {model} in {interpreter.python}: {how}"
+    return Failure("rotary-misread", fact, MISREAD_HINT) if how else None
+
+
+@cache
+def _ray_version() -> str:
+    return version("ray")

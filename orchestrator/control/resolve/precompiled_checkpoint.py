@@ -1,0 +1,63 @@
+"""Checks sources with precompiled or sharded weights against the spec, by their small files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from orchestrator.control.resolve.checkpoint_reader import CheckpointFacts, SourcePart
+from orchestrator.control.resolve.config_builder import unplaced_config
+from placements.facts.engines import Engine
+from placements.facts.topology import TOPOLOGIES
+from placements.spec.problems import Problem
+from placements.spec.schema import ModelSpec, Spec
+from workers.messages.engine_protocol import EngineLoadError
+from workers.messages.replica_config import DRAFT, ReplicaConfig
+from workers.neff_cache.neuron_target import TARGETS
+
+_ENGINES: tuple[Engine, ...] = ("nxd-inference", "optimum-neuron")  # ``auto`` on Neuron is resolved on the host
+_NEEDED = frozenset(
+    {"allow_pickle", "buckets", "draft", "dtype", "engine", "engine_options", "fuse_qkv", "max_batch", "max_len"}
+    | {"quantize", "quantize_kv", "sampling", "source", "tp_degree"}
+)
+
+
+def precompiled_problems(spec: Spec, facts: CheckpointFacts) -> Iterator[Problem]:
+    """Yields an error for each model whose start would fail; models without a known config.json are skipped. Blocks."""
+    for model in spec.models:
+        if model.engine in _ENGINES and model.name in facts.checkpoints and not _NEEDED & model.broken:
+            problem = _problem(spec, model, facts)
+            if problem is not None:
+                yield problem
+
+
+def _problem(spec: Spec, model: ModelSpec, facts: CheckpointFacts) -> Problem | None:
+    own = SourcePart(model)
+    source = _folder(own, facts)
+    draft = None if model.draft is None else _folder(SourcePart(model, DRAFT), facts)
+    if model.draft is not None and draft is None:
+        return None  # the options that depend on it cannot be compared
+    config = unplaced_config(
+        model, model.engine, source=source, draft_source=draft, length=model.length(facts.checkpoints[model.name])
+    )
+    error = _start_error(config, spec)
+    if error is None:
+        return None
+    fact, hint = (text if source is None else text.replace(source, own.source) for text in (error.what, error.hint))
+    return Problem(error.id, "error", own.where(spec), f"{model.name}: {fact}", hint)
+
+
+def _start_error(config: ReplicaConfig, spec: Spec) -> EngineLoadError | None:
+    if config.engine == "nxd-inference":
+        from workers.engines.nxd_inference.precompiled import start_error
+
+        return start_error(config)
+    from workers.engines.optimum_neuron.compiled_folder import start_error as optimum_error
+
+    machines = {TOPOLOGIES[name].family for entry in spec.hosts if (name := entry.instance) and name in TOPOLOGIES}
+    return optimum_error(config, {TARGETS[family] for family in machines if family in TARGETS})
+
+
+def _folder(part: SourcePart, facts: CheckpointFacts) -> str | None:
+    """Returns the local folder of its small files."""
+    head = facts.heads.get(part.key)
+    return part.folder if head is None else head.folder

@@ -1,0 +1,162 @@
+"""A revision with its parsed spec, its hosts, and the facts of its checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import msgspec.structs
+
+from orchestrator.control.decisions.changes import adapters_at_start, interpreters, version_of
+from orchestrator.control.journal.journal_records import Revision
+from orchestrator.control.resolve.checkpoint_reader import (
+    CheckpointFacts,
+    SourcePart,
+    is_hub_source,
+    read_facts,
+    source_metadata_store,
+    source_parts,
+    source_query,
+    tokenizer_key,
+)
+from placements.facts.adapters import Adapter
+from placements.facts.checkpoints import Checkpoint
+from placements.facts.engines import Engine, resolve
+from placements.facts.topology import Host, Machine
+from placements.planner.spec_hosts import HostGroup, host_groups, hosts_for
+from placements.spec.notation import is_path
+from placements.spec.parse import parse
+from placements.spec.schema import ModelSpec, Spec
+from workers.messages.replica_config import ADAPTERS, SOURCE, Keys, Origin, ReplicaConfig
+
+if TYPE_CHECKING:
+    from workers.artifacts.sources.source_metadata import Metadata
+
+
+@dataclass(frozen=True)
+class ResolvedRevision:
+    """A revision, and what was derived from its text on this machine."""
+
+    revision: Revision
+    spec: Spec
+    hosts: tuple[Host, ...]
+    checkpoints: Mapping[str, Checkpoint]
+    tokenizers: Mapping[str, str]  # keys by model: equal if the same text gives the same tokens
+    heads: Mapping[tuple[str, ...], Metadata] = field(default_factory=lambda: MappingProxyType({}))
+    """The small files of sources elsewhere, by `SourcePart.key`."""
+    adapters: Mapping[str, Mapping[str, Adapter]] = field(default_factory=lambda: MappingProxyType({}))
+
+    @property
+    def number(self) -> int:
+        return self.revision.number
+
+    @cached_property
+    def groups(self) -> tuple[HostGroup, ...]:
+        """The hosts by entry of the spec."""
+        return host_groups(self.spec, self.hosts)
+
+    @cached_property
+    def engines(self) -> Mapping[str, Engine]:
+        """The resolved engines by model."""
+        return {model.name: resolve(model.engine, self.hosts[0], model.kind) for model in self.spec.models}
+
+    @cached_property
+    def versions(self) -> Mapping[str, str]:
+        """The version by model: a hash of its replicas' configuration."""
+        return {model.name: self.version(model) for model in self.spec.models}
+
+    def version(self, model: ModelSpec) -> str:
+        engine, adapters = self.engines[model.name], self.adapters.get(model.name, {})
+        loaded = adapters_at_start(model, adapters.values(), live=self.hosts[0].emulated)
+        return version_of(model, engine, self.length(model), interpreters(self.spec, engine), loaded)
+
+    def length(self, model: ModelSpec) -> int:
+        """Returns the tokens of a slot."""
+        return model.length(self.checkpoints.get(model.name))
+
+    def source(self, model: ModelSpec) -> str | None:
+        """Returns the source for replicas: the checkpoint's folder, or a hub id or s3:// prefix that their host
+        fetches. None without a checkpoint."""
+        return (model.source_path or model.source) if model.has_source else None
+
+    def draft_source(self, model: ModelSpec) -> str | None:
+        """Returns the draft's source; None without a draft."""
+        return None if model.draft is None else model.draft_path or model.draft.source
+
+    def adapter_origins(self, model: ModelSpec) -> dict[str, Origin]:
+        """Returns the sources of the adapters that are not local folders."""
+        sources = {name: source for name, source in model.adapters.items() if not is_path(source)}
+        return {
+            name: Origin(source=source, revision=self.commit(model, (ADAPTERS, name)))
+            for name, source in sources.items()
+        }
+
+    def with_adapters(self, config: ReplicaConfig) -> ReplicaConfig:
+        """Returns the configuration of a running replica with the adapters of this revision, still to be fetched except
+        those that it has."""
+        model = self.spec.model(config.model)
+        assert model is not None
+        adapters, origins, has = model.adapter_places, self.adapter_origins(model), config.adapter_sources
+        for name in [name for name, place in adapters.items() if has.get(name) == place]:
+            adapters[name] = config.adapters[name]
+            if name in origins:
+                origins[name] = config.adapter_origins[name]
+        return msgspec.structs.replace(config, adapters=adapters, adapter_origins=origins)
+
+    def commit(self, model: ModelSpec, keys: Keys = SOURCE) -> str | None:
+        """Returns the commit of a hub id that all replicas of this fleet load; the spec's revision if the hub was never
+        reached; None for other sources."""
+        part = SourcePart(model, keys)
+        head = self.heads.get(part.key)
+        return part.revision if head is None else head.commit
+
+    def folder(self, model: ModelSpec) -> str | None:
+        """Returns the local folder with config and tokenizer: the checkpoint, or its small files. None without
+        a checkpoint, and for remote sources that were never reached."""
+        if not model.has_source:
+            return None
+        head = self.heads.get(SourcePart(model).key)
+        return model.source_path if head is None else head.folder
+
+
+def resolve_revision(revision: Revision, machine: Machine) -> ResolvedRevision:
+    """Resolve a revision. Blocks. Raises ValueError if its text has errors; an apply has checked it.
+
+    Remote sources are queried only without stored metadata: an apply has queried them. The commit of a hub's branch
+    stays what it was when the fleet first resolved it.
+    """
+    parsed = parse(revision.text, revision.file, revision.base_dir)
+    if parsed.spec is None:
+        raise ValueError(f"{revision.file} has errors")
+    return resolve_spec(revision, parsed.spec, machine)
+
+
+def resolve_spec(revision: Revision, spec: Spec, machine: Machine) -> ResolvedRevision:
+    """Resolve a revision whose text was read as ``spec``. See `resolve_revision`."""
+    hosts = hosts_for(spec, machine)
+    facts = _pinned_facts(spec, revision.fleet)
+    tokenizers = {}
+    for model in spec.models:
+        engine = resolve(model.engine, hosts[0], model.kind)
+        head = facts.heads.get(SourcePart(model).key)
+        folder = model.source_path if head is None else head.folder
+        tokenizers[model.name] = tokenizer_key(engine, folder if model.has_source else None)
+    return ResolvedRevision(revision, spec, hosts, facts.checkpoints, tokenizers, facts.heads, facts.adapters)
+
+
+def _pinned_facts(spec: Spec, fleet: str) -> CheckpointFacts:
+    hub = {part.key: source_query(part).digest for part in source_parts(spec) if is_hub_source(part)}
+    if not hub or not fleet:
+        return read_facts(spec, fresh=False)
+    heads = source_metadata_store()
+    pins = heads.pins(fleet)
+    facts = read_facts(spec, fresh=False, pinned={key: pins[digest] for key, digest in hub.items() if digest in pins})
+    more = {digest: facts.heads[key] for key, digest in hub.items() if digest not in pins and key in facts.heads}
+    if more:
+        with contextlib.suppress(OSError):  # they are then resolved again
+            heads.pin(fleet, more)
+    return facts

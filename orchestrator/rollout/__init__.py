@@ -1,1 +1,0 @@
-"""Rollouts from one revision to the next: changes, update strategies, relocation, defragmentation. Pure."""

@@ -1,1 +1,0 @@
-"""Prepares wanted replicas for their start: resolves engines, fetches and compiles models."""

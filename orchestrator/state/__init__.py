@@ -1,1 +1,0 @@
-"""The controller's state of the fleet, persisted in the journal."""
