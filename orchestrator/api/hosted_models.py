@@ -99,7 +99,7 @@ class HostedModels:
 
     def _serves(self, model: ModelSpec) -> bool:
         """Returns whether it serves, or starts with its first request."""
-        views = self._state.replicas_of(model.name)
+        views = self._state.views.of_model(model.name)
         return model.replicas.min == 0 or any(view.state is State.READY for view in views)
 
     async def _add(self, name: str, given: str, folder: str) -> Hosting | None:

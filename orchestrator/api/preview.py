@@ -38,11 +38,12 @@ from orchestrator.api.schemas import (
 )
 from orchestrator.control.decisions.changes import Action, ModelChange, Tag, difference, replica_changes
 from orchestrator.control.decisions.decide import FleetDecision, FleetSnapshot, decide
-from orchestrator.control.decisions.defragmentation import defragmentation
 from orchestrator.control.decisions.host_demand import HostDemand, refusal, without_host
-from orchestrator.control.decisions.relocation import load_times, traffic
+from orchestrator.control.decisions.relocation import defragmentation, load_times, traffic
 from orchestrator.control.decisions.rollout_step import DesiredModel, Goal, Situation, compute_goal
 from orchestrator.control.decisions.update_strategy import UpdateStrategy, choose_strategy
+from orchestrator.control.fleet_goal import situation_of, snapshot_of
+from orchestrator.control.host_conditions import blocked_cores, cordoned_cores, quarantined_cores
 from orchestrator.control.journal.journal_records import Revision
 from orchestrator.control.resolve.resolved_revision import ResolvedRevision, resolve_spec
 from orchestrator.control.resolve.spec_file import SpecFile, examine, start_problems
@@ -173,7 +174,7 @@ async def propose(fleet: OperatedFleet, request: SpecToPlan) -> ApplyPreview | D
 async def outlook_of(fleet: OperatedFleet, spec_file: SpecFile, generation: ResolvedRevision) -> Outlook:
     """Returns the effects of installing the generation now. Raises OperationRefused if it can never fit."""
     state = fleet.state
-    index, snapshot = state.records.state.index, state.snapshot(generation)
+    index, snapshot = state.records.state.index, snapshot_of(state, generation)
     uses = state.kept, state.uses.avoided()
     outlook: Outlook = await state.in_thread(_outlook, index, snapshot, generation.groups, *uses)
     fewer = any(desired.count < desired.model.replicas.min for desired in outlook.desired_models.values())
@@ -218,8 +219,8 @@ async def apply_preview(
         settled.plan,
         spec_file.checkpoints,
         spec_file.drafts,
-        state.quarantined(),
-        state.cordoned(),
+        quarantined_cores(state),
+        cordoned_cores(state),
     )
     measured = fleet.controller.speeds.measured()
     changes = difference(state.current.spec, generation.spec, generation.engines)
@@ -241,7 +242,7 @@ def _planned_model(fleet: OperatedFleet, change: ModelChange, outlook: Outlook) 
     choice = outlook.choices.get(change.model)
     desired = outlook.desired_models.get(change.model)
     tag = max(change.tag, Tag.RESTART, key=list(Tag).index) if choice is not None else change.tag
-    before, after = len(fleet.state.replicas_of(change.model)), 0 if desired is None else desired.count
+    before, after = len(fleet.state.views.of_model(change.model)), 0 if desired is None else desired.count
     action = change.action
     if action in (Action.NONE, Action.UPDATE):
         action = Action.REPLACE if choice is not None else Action.UPDATE if before != after else action
@@ -261,9 +262,9 @@ def _planned_model(fleet: OperatedFleet, change: ModelChange, outlook: Outlook) 
 
 async def _defragmentation(fleet: OperatedFleet, spec_file: SpecFile, cores: int) -> DefragPreview:
     state = fleet.state
-    situation = state.situation()
+    situation = situation_of(state)
     moves = await state.in_thread(
-        partial(defragmentation, quarantined=state.quarantined(), cordoned=state.cordoned()),
+        partial(defragmentation, quarantined=quarantined_cores(state), cordoned=cordoned_cores(state)),
         spec_file.spec,
         state.living_hosts,
         spec_file.checkpoints,
@@ -301,8 +302,8 @@ async def explain(fleet: OperatedFleet, request: SpecToExplain) -> ModelExplanat
         spec_file.drafts,
         _running(fleet),
         {candidate.name: state.counts.desired(candidate) for candidate in spec_file.spec.models},
-        state.blocked(),
-        state.cordoned(),
+        blocked_cores(state),
+        cordoned_cores(state),
     )
     explanation = await state.in_thread(explain_placement, question, spec_file.problems)
     at = {"index": state.records.state.index, "revision": state.current.number}
@@ -329,13 +330,13 @@ async def preview(fleet: OperatedFleet, request: ActionToPreview) -> ChangePrevi
     else:
         refuse_on_hold(fleet)
     state = fleet.state
-    index, before = state.records.state.index, state.situation()
+    index, before = state.records.state.index, situation_of(state)
     cause = None
     if action == "drain" and is_host(fleet, target):
         after = without_host(before, target)
         cause = await state.in_thread(refusal, before, target, partly=False)
     elif action in ("restart", "drain"):
-        views = state.replicas_of(model_of(fleet, target).name) if action == "restart" else [view_of(fleet, target)]
+        views = state.views.of_model(model_of(fleet, target).name) if action == "restart" else [view_of(fleet, target)]
         after = dataclasses.replace(before, replaced=before.replaced | {(view.id, view.epoch) for view in views})
     else:
         desired = before.desired_models[model_of(fleet, target).name]

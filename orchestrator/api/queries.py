@@ -67,7 +67,7 @@ async def logs(fleet: OperatedFleet, request: LogQuery) -> LogPart:
     """Returns the last lines of a replica's log, or what follows the byte ``offset``."""
     model, offset = request.model, request.offset
     model_of(fleet, model)
-    views = fleet.state.replicas_of(model)
+    views = fleet.state.views.of_model(model)
     number = request.replica if request.replica is not None else _first_running(views)
     view = next((view for view in views if view.replica == number), None)
     path = Home(Path(fleet.settings.home)).log(model, number)

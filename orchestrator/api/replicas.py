@@ -26,8 +26,9 @@ from orchestrator.api.schemas import (
     ReplicaCount,
 )
 from orchestrator.control.decisions.host_demand import refusal
+from orchestrator.control.fleet_goal import situation_of
+from orchestrator.control.host_conditions import clear_quarantine
 from orchestrator.control.journal.journal_records import Cordon, Departure, Scale
-from orchestrator.control.quarantine import clear
 from orchestrator.messages.fleet_status import HostInFleet
 from placements.facts.core_range import CoreRange
 from placements.spec.schema import ModelSpec
@@ -103,7 +104,7 @@ async def uncordon(fleet: OperatedFleet, request: HostCores, by: str) -> HostInF
     await write(fleet, Cordon(host=host, cores=cores, on=False, by=by))
     if departure is not None:
         await write(fleet, Departure(host=host, on=False))
-    clear(fleet.state, host, cores)
+    clear_quarantine(fleet.state, host, cores)
     return _cordoned(fleet, request, by, on=False)
 
 
@@ -137,7 +138,7 @@ async def drain(fleet: OperatedFleet, request: HostOrReplica, by: str) -> HostIn
 async def _drain_host(fleet: OperatedFleet, request: HostOrReplica, by: str) -> HostInFleet:
     state, host, deadline_s = fleet.state, request.target, request.deadline_s
     if deadline_s is None or request.keep_served:
-        missing = await state.in_thread(refusal, state.situation(), host, partly=deadline_s is not None)
+        missing = await state.in_thread(refusal, situation_of(state), host, partly=deadline_s is not None)
         if missing is not None:
             fact = f"{host} cannot be drained: {missing}"
             raise OperationRefused("drain-no-room", fact, "scale down or unload a model first")

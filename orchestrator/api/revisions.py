@@ -34,6 +34,7 @@ from orchestrator.api.schemas import (
 from orchestrator.control.decisions.changes import Action
 from orchestrator.control.decisions.rollout_step import compute_goal
 from orchestrator.control.decisions.snapshot import ReplicaView
+from orchestrator.control.fleet_goal import install_revision, situation_of
 from orchestrator.control.journal.journal_records import Replace, Revision, RolloutState
 from orchestrator.control.resolve.resolved_revision import ResolvedRevision
 from orchestrator.control.resolve.spec_file import SpecFile
@@ -182,7 +183,7 @@ async def install(
     _refuse_impossible(outlook, generation)
     summary = msgspec.to_builtins({"models": plan.models, "changes": plan.changes})
     revision = await write(fleet, msgspec.structs.replace(revision, number=state.next_number, plan=summary))
-    state.install(dataclasses.replace(generation, revision=revision), outlook.decision)
+    install_revision(state, dataclasses.replace(generation, revision=revision), outlook.decision)
     state.records.event("info", "Applied", f"revision {revision.number} by {revision.by}, {changes_text(summary)}")
     fleet.controller.wake_up()
     return Applied(changed=True, revision=revision.number, index=state.records.state.index, plan=plan)
@@ -246,7 +247,7 @@ async def restart(fleet: OperatedFleet, request: ModelName, by: str) -> RolloutR
     refuse_changed(fleet, request.check_index)
     model_of(fleet, request.model)
     refuse_frozen(fleet, "restart")
-    for view in fleet.state.replicas_of(request.model):
+    for view in fleet.state.views.of_model(request.model):
         await replace_replica(fleet, view, by)
     fleet.state.refresh_source(request.model)
     return await set_rollout(fleet, "progressing", f"restart of {request.model} by {by}", "RolloutRestarted")
@@ -266,7 +267,7 @@ async def set_rollout(
     await write(fleet, RolloutState(revision=number, state=new_state, reason=reason, promoted=promoted))
     state.restart_progress()
     # so that the response shows the new rollout
-    state.goal = await state.in_thread(compute_goal, state.situation())
+    state.goal = await state.in_thread(compute_goal, situation_of(state))
     state.records.event("info", event, f"revision {number}, {reason}")
     fleet.controller.wake_up()
     return rollout(fleet)

@@ -11,6 +11,7 @@ from functools import partial
 from orchestrator.control.decisions.effects import ClusterClient, ReplicaDied
 from orchestrator.control.decisions.snapshot import ReplicaView, backoff_s
 from orchestrator.control.fleet_state import FleetState
+from orchestrator.control.rollout_progress import with_other_adapters
 from placements.spec.schema import ModelSpec
 from workers.artifacts.fetch.artifact_fetcher import FetchedArtifact, wanted_by, with_folders
 from workers.host.task_boundary import task_boundary
@@ -49,7 +50,7 @@ class AdapterUpdates:
         for model in state.current.spec.models:
             failed = self._failed.get(model.name)
             due = failed is None or failed.sources != model.adapter_places or state.clock() >= failed.retry_at
-            if due and model.name not in self._tasks and state.with_other_adapters(model):
+            if due and model.name not in self._tasks and with_other_adapters(state, model):
                 task = asyncio.get_running_loop().create_task(self._change(model))
                 self._tasks[model.name] = task
                 task.add_done_callback(partial(self._ended, model.name))
@@ -64,7 +65,7 @@ class AdapterUpdates:
         self._wake()
 
     async def _change(self, model: ModelSpec) -> None:
-        state, views = self._state, self._state.with_other_adapters(model)
+        state, views = self._state, with_other_adapters(self._state, model)
         with task_boundary(
             log,
             "the adapters of %s cannot be changed",

@@ -23,12 +23,13 @@ from orchestrator.control.decisions.departures import replicas_to_end
 from orchestrator.control.decisions.effects import ClusterClient
 from orchestrator.control.decisions.reconcile import Action, Drain, Fail, Forget, Release, Start, Stop, reconcile
 from orchestrator.control.decisions.snapshot import Observed, ReplicaView
+from orchestrator.control.fleet_goal import update_goal
 from orchestrator.control.fleet_state import FleetState
+from orchestrator.control.gateway_reports import LiveRequests, LoadHistory
 from orchestrator.control.gateways import Gateways
+from orchestrator.control.host_conditions import hosts_leaving, replicas_replaced
 from orchestrator.control.host_requests import HostRequests
 from orchestrator.control.host_watch import HostWatch
-from orchestrator.control.live_requests import LiveRequests
-from orchestrator.control.load_history import LoadHistory
 from orchestrator.control.replica_life import ReplicaLives
 from orchestrator.control.replica_table import ReplicaTable
 from orchestrator.control.rollout_progress import follow_rollout, roll_back, rollout_state
@@ -105,7 +106,7 @@ class Controller:
         self.state.reserve_epochs(lost)
         for survivor in survivors:
             self.replicas.adopt(survivor)
-        await self.state.update_goal()
+        await update_goal(self.state)
         await self.publish()
         self._settled.set()
         while not self._closing:
@@ -137,7 +138,7 @@ class Controller:
             if state.hold is None:
                 await self._decide()
             else:
-                await state.update_goal()
+                await update_goal(state)
         self.standby.round()
         await state.records.durable()
         await self.publish()
@@ -151,21 +152,21 @@ class Controller:
             log, "autoscaling failed; it is retried in the next round", on_error=self._counters.failed_round
         ):
             self.scaler.round()
-        goal = await state.update_goal()
+        goal = await update_goal(state)
         rollback = follow_rollout(state)
         self._counters.rollout(state.current.number, rollout_state(state)[0])
         if rollback is not None:
             await roll_back(state, rollback)
-            goal = await state.update_goal()
+            goal = await update_goal(state)
         if self._closing:
             return
-        stop_at = {name: host.stop_at for name, host in state.leaving().items() if name not in state.lost}
+        stop_at = {name: host.stop_at for name, host in hosts_leaving(state).items() if name not in state.lost}
         observed = Observed(self._clock(), dict(state.views), self._resumed(), stop_at)
         if observed.resumed != self._resumed_at:
             self._resumed_at = observed.resumed
             message = "the controller was not scheduled for a while; deadlines do not count that time"
             state.records.event("warning", "Paused", message)
-        for action in reconcile(goal.targets, observed, state.replaced()):
+        for action in reconcile(goal.targets, observed, replicas_replaced(state)):
             self._apply(action)
         self.preparations.round()
         self.adapters.round()
@@ -257,12 +258,14 @@ class Controller:
     def _why_drained(self, replica: ReplicaView) -> str:
         """Returns the reason of a drain. Records an event if nothing replaces a replica whose host ends."""
         state = self.state
-        if not replicas_to_end([replica], state.leaving(), self._clock()):
+        if not replicas_to_end([replica], hosts_leaving(state), self._clock()):
             return "an update, or no longer planned"
         model = state.current.spec.model(replica.model)
         others = state.ready(replica.model) - 1
         if model is not None and others < state.counts.desired(model):
-            message = f"its host ends in {state.leaving()[replica.host].until - self._clock():.0f} s, and {others} of "
+            message = (
+                f"its host ends in {hosts_leaving(state)[replica.host].until - self._clock():.0f} s, and {others} of "
+            )
             message += f"{state.counts.desired(model)} replicas serve elsewhere: it is drained"
             state.records.event("warning", "NotMoved", message, view=replica)
         return "its host ends"

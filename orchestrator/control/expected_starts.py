@@ -28,7 +28,7 @@ def parked_start(state: FleetState, model: str) -> ReadyStart | None:
     """Returns the last start of a model without replicas, if its host lives and has served the current version; else
     None."""
     last, *_ = state.records.state.ready_starts.get(model) or (None,)
-    if last is None or last.version != state.current.versions.get(model) or state.replicas_of(model):
+    if last is None or last.version != state.current.versions.get(model) or state.views.of_model(model):
         return None
     return last if any(host.name == last.host for host in state.living_hosts) else None
 
@@ -44,7 +44,7 @@ def is_expected_back(state: FleetState, model: ModelSpec) -> bool:
 def expected_ready_at(state: FleetState, model: ModelSpec) -> float | None:
     """Returns when the first replica of a model without ready ones is expected to be ready, in seconds since the epoch;
     None: it has ready ones, or none that starts."""
-    views = state.replicas_of(model.name)
+    views = state.views.of_model(model.name)
     if any(view.state is State.READY for view in views):
         return None
     now, expected_s = state.clock(), expected_start_s(state, model)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from orchestrator.control.decisions.effects import ClusterClient
 from orchestrator.control.fleet_state import FleetState
+from orchestrator.control.host_conditions import hosts_leaving
 from orchestrator.messages.fleet_status import GatewayInFleet
 from orchestrator.messages.gateway_calls import GATEWAY_LOST_S, GatewayPlace, KeyUsageExchange, wanted_gateways
 from orchestrator.scaling.demand_report import DemandReply, DemandReport
@@ -76,7 +77,7 @@ class Gateways:
         if not state.settings.joined or (self._change is not None and not self._change.done()):
             return
         now = state.clock()
-        ended = {host for host, leaving in state.leaving().items() if now >= leaving.stop_at}
+        ended = {host for host, leaving in hosts_leaving(state).items() if now >= leaving.stop_at}
         self._places = wanted_gateways(state.settings.gateways_on, self._cluster.living_machines(), ended | state.lost)
         self._forget_silent()
         silent = {place.label for place in self._places} - {heard.report.place for heard in self._heard.values()}

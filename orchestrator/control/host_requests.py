@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable
 from orchestrator.control.controller_metrics import ControllerCounters
 from orchestrator.control.decisions.effects import ClusterClient
 from orchestrator.control.decisions.host_demand import CHECK_S, SPARE_S, HostDemand
+from orchestrator.control.fleet_goal import situation_of
 from orchestrator.control.fleet_state import FleetState
 from orchestrator.control.gateways import Gateways
 from orchestrator.control.journal.journal_records import Cordon, Departure, HostUse
@@ -82,7 +83,7 @@ class HostRequests:
         4. A host that is spare for long enough leaves; one that waits for its machine is released at once.
         """
         state = self._state
-        goal, situation = state.goal, state.situation()
+        goal, situation = state.goal, situation_of(state)
         updating = any(step.old and not situation.evacuates(name) for name, step in goal.steps.items())
         if updating or state.frozen or state.in_canary or state.memory.relocation is not None:  # 1
             return

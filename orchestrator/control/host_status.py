@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from orchestrator.control.decisions.effects import CoreOwner, FailedCore
 from orchestrator.control.fleet_state import FleetState
+from orchestrator.control.host_conditions import cordon_of, drained_cores, quarantine_of
 from orchestrator.messages.fleet_status import (
     AnnouncedEnd,
     CoreLease,
@@ -38,14 +39,14 @@ def _host_status(state: FleetState, host: Host, node: str | None, requests: int)
     }
     leased = sum(len(cores) for cores in leases.values())
     occupied = {core for cores in leases.values() for core in cores}
-    withheld = state.quarantine(host.name)
+    withheld = quarantine_of(state, host.name)
     quarantined = set(withheld) - occupied
     reserved = set(host.reserved_cores) - occupied - quarantined
     free = set(range(host.cores)) - occupied - quarantined - reserved
     balanced = leased + len(free) + len(quarantined) + len(reserved) == host.cores
     if not balanced:
         log.error("%s: cores do not add up: %s leased, %s free", host.name, leases, sorted(free))
-    cordoned = state.cordon(host.name)
+    cordoned = cordon_of(state, host.name)
     departure = state.records.state.departures.get(host.name)
     free_cordoned = free if cordoned == "whole" else free & cordoned
     use = state.uses.waiting().get(host.name)
@@ -67,7 +68,7 @@ def _host_status(state: FleetState, host: Host, node: str | None, requests: int)
         reserved_cores=ranges(reserved),
         balanced=balanced,
         cordoned="all" if cordoned == "whole" else ranges(cordoned),
-        draining=host.name in state.drained(),
+        draining=host.name in drained_cores(state),
         busy=busy,
         node=node,
         leaving=None if departure is None else AnnouncedEnd(cause=departure.cause, until=departure.until),

@@ -11,9 +11,10 @@ from orchestrator.control.controller_metrics import ControllerCounters
 from orchestrator.control.decisions.departures import noticed_departures
 from orchestrator.control.decisions.effects import ClusterClient, CoreOwner, HostReport
 from orchestrator.control.decisions.snapshot import ReplicaView
+from orchestrator.control.fleet_goal import remote_sources
 from orchestrator.control.fleet_state import FleetState
+from orchestrator.control.host_conditions import expire_quarantines
 from orchestrator.control.journal.journal_records import Departure, HostUse, Quarantine
-from orchestrator.control.quarantine import expire
 from orchestrator.process.home import Home
 from placements.facts.topology import Host
 from workers.host.task_boundary import task_boundary
@@ -84,7 +85,7 @@ class HostWatch:
         with_cores = {host.name for host in state.hosts if host.cores}
         self._returned = with_cores & (self._returned | state.lost) - lost
         state.lost = (lost | self._returned) & kept
-        expire(state)
+        expire_quarantines(state)
         await self._query_core_owners(lost)
         back = state.lost - lost - self._returned
         state.lost -= back
@@ -206,7 +207,7 @@ class HostWatch:
     async def update_held_sources(self) -> None:
         """Update which hosts store remote sources: placement prefers them."""
         state, now = self._state, self._state.clock()
-        sources = frozenset(source for model in state.current.spec.models for source in state.sources(model))
+        sources = frozenset(source for model in state.current.spec.models for source in remote_sources(state, model))
         if not sources or now < self._held_until:
             return
         self._held_until = now + HELD_S

@@ -12,7 +12,7 @@ from enum import Enum, auto
 from orchestrator.control.controller_metrics import ControllerCounters
 from orchestrator.control.decisions.snapshot import SETTLED_S, ReplicaView
 from orchestrator.control.fleet_state import FleetState
-from orchestrator.control.quarantine import on_failure
+from orchestrator.control.host_conditions import quarantine_cores
 from orchestrator.messages.replica_states import ENDING, STARTING, Signal, State, advance
 from orchestrator.messages.route_table import remote_address
 from workers.compiling.prefetch import compiles
@@ -144,7 +144,7 @@ class ReplicaTable:
         self._counters.failed(before, failure.id)
         if before.cores is not None and failure.reaction in (Reaction.ELSEWHERE, Reaction.QUARANTINE):
             self._counters.quarantined(before.host, "suspect")
-        on_failure(self.state, before, failure)
+        quarantine_cores(self.state, before, failure)
         self.store(dataclasses.replace(before, stopped=failure.reaction is Reaction.STOP))
         self.signal(before, Signal.FAILED, str(failure))
 

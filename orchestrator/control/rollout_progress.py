@@ -12,10 +12,11 @@ import msgspec.structs
 
 from orchestrator.control.decisions.decide import decide
 from orchestrator.control.decisions.rollout_step import ModelStep
+from orchestrator.control.decisions.snapshot import ReplicaView
+from orchestrator.control.fleet_goal import install_revision, snapshot_of
 from orchestrator.control.fleet_state import FleetState
 from orchestrator.control.journal.journal_records import Revision, RolloutState
-from orchestrator.control.resolve.resolved_revision import ResolvedRevision
-from orchestrator.control.resolve.rollback import revert_changes
+from orchestrator.control.resolve.resolved_revision import ResolvedRevision, revert_changes
 from orchestrator.messages.replica_states import STARTING, State
 from placements.facts.topology import Machine
 from placements.spec.schema import ModelSpec
@@ -31,6 +32,28 @@ class Rollback:
     model: str
     cause: str
     undone: tuple[int, ...] = ()  # the only revisions to revert; empty: all since ``to``
+
+
+def settled_everywhere(state: FleetState) -> bool:
+    """Returns whether every replica that has a place is ready, by a goal that follows from the present records."""
+    if state.planned_index != state.records.state.index:
+        return False
+    views = (state.views.get(target.id) for target in state.goal.targets)
+    return all(view is not None and view.state is State.READY for view in views)
+
+
+def is_settled(state: FleetState, model: ModelSpec) -> bool:
+    """Returns whether the rollout of the model is finished."""
+    step = state.goal.steps.get(model.name)
+    ready = step is not None and step.old == 0 and step.ready >= state.counts.required(model)
+    return ready and not with_other_adapters(state, model)
+
+
+def with_other_adapters(state: FleetState, model: ModelSpec) -> list[ReplicaView]:
+    """Returns the ready replicas of the current version whose LoRA adapters are not those of the spec."""
+    version, places = state.current.versions[model.name], model.adapter_places
+    views = [view for view in state.views.of_model(model.name) if view.state is State.READY and view.version == version]
+    return [view for view in views if state.configs[view.id].adapter_sources != places]
 
 
 def rollout_state(state: FleetState) -> tuple[Outcome, str]:
@@ -67,8 +90,8 @@ def _unsettled(state: FleetState, counts: Callable[[ModelStep], bool] = lambda s
     parts = []
     for model in state.current.spec.models:
         step = state.goal.steps.get(model.name)
-        if step is not None and not state.settled(model) and counts(step):
-            behind = len(state.with_other_adapters(model))
+        if step is not None and not is_settled(state, model) and counts(step):
+            behind = len(with_other_adapters(state, model))
             adapters = f", {behind} with other adapters" if behind else ""
             ready = f"{step.ready} of {state.counts.desired(model)} ready"
             parts.append(f"{model.name}: {ready}, {step.old} old{adapters}")
@@ -80,7 +103,7 @@ def follow_rollout(state: FleetState) -> Rollback | None:
     if rollout_state(state)[0] != "progressing":
         state.restart_progress()
         return None
-    unsettled = [model for model in state.current.spec.models if not state.settled(model)]
+    unsettled = [model for model in state.current.spec.models if not is_settled(state, model)]
     if not unsettled and not leaving(state):
         _end_rollout(state, "complete", "every model matches the spec")
         state.stable = None
@@ -145,7 +168,7 @@ def _is_changed(state: FleetState, model: ModelSpec) -> bool:
 def failure_of(state: FleetState, model: ModelSpec) -> str | None:
     """Returns why the update of a model failed; None while it may still succeed."""
     version = state.current.versions[model.name]
-    for view in state.replicas_of(model.name):
+    for view in state.views.of_model(model.name):
         tried = view.stopped or view.failures >= model.update.max_failures
         fails = view.state is not State.READY and tried
         if view.version == version and fails:
@@ -199,10 +222,10 @@ async def roll_back(state: FleetState, rollback: Rollback) -> None:
         canary=canary,
     )
     restored = dataclasses.replace(rollback.to, revision=revision)
-    decision = await state.in_thread(decide, state.snapshot(restored))
+    decision = await state.in_thread(decide, snapshot_of(state, restored))
     state.records.note(revision)
     _end_rollout(state, "rolled_back", rollback.cause)
     undone = " and ".join(map(str, rollback.undone))
     description = f"revision {failed} without the changes of {undone}" if undone else f"revision {before.number} again"
     state.records.event("warning", "RolledBack", f"revision {revision.number} is {description}")
-    state.install(restored, decision)
+    install_revision(state, restored, decision)

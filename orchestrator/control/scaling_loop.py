@@ -16,6 +16,7 @@ from msgspec import UNSET
 from orchestrator.control.decisions.snapshot import ReplicaView
 from orchestrator.control.expected_starts import expected_start_s
 from orchestrator.control.fleet_state import FleetState
+from orchestrator.control.host_conditions import blocked_cores
 from orchestrator.messages.fleet_status import DemandStatus, ScalingStatus
 from orchestrator.messages.gateway_calls import GATEWAY_LOST_S
 from orchestrator.messages.replica_states import STARTING, State
@@ -298,7 +299,7 @@ class Scaler:
         """Returns the autoscaler's input: live hosts, usable cores, and replicas that are not stopping."""
         state = self._state
         spec = state.current.spec
-        pool = HostPool(self._hosts(), state.blocked(), prices(spec, state.hosts))
+        pool = HostPool(self._hosts(), blocked_cores(state), prices(spec, state.hosts))
         need_of = needs(spec, pool, state.current.checkpoints)
         views = self._views()
         expected = Counter(placement.model for placement in state.uses.expected)

@@ -46,7 +46,7 @@ class SpeedMeasurement:
         """Returns the shape of a model's replicas, with the engine that ``auto`` has become on their hosts."""
         state, engine = self._state, revision.engines[model.name]
         if engine == "auto":
-            running = (state.configs[view.id] for view in state.replicas_of(model.name) if view.id in state.configs)
+            running = (state.configs[view.id] for view in state.views.of_model(model.name) if view.id in state.configs)
             version = revision.versions[model.name]
             engine = next((cast(Engine, each.engine) for each in running if each.version == version), engine)
         return shape_of(model, revision.checkpoints.get(model.name), engine, revision.hosts)

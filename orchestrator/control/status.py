@@ -11,9 +11,10 @@ from orchestrator.control.decisions.preparation import Preparation, preparation_
 from orchestrator.control.decisions.rollout_step import ModelStep
 from orchestrator.control.decisions.snapshot import ReplicaView
 from orchestrator.control.expected_starts import expected_ready_at, expected_start_s, is_expected_back, parked_start
+from orchestrator.control.fleet_goal import desired_model
 from orchestrator.control.fleet_state import FleetState
 from orchestrator.control.host_status import host_statuses
-from orchestrator.control.rollout_progress import leaving, rollout_state
+from orchestrator.control.rollout_progress import is_settled, leaving, rollout_state, settled_everywhere
 from orchestrator.messages.fleet_status import (
     ConditionStatus,
     FetchProgress,
@@ -88,7 +89,7 @@ def _models_of_lost_revision(state: FleetState) -> list[str]:
 
 def _routes_of_lost_model(state: FleetState, name: str, closing: bool) -> ModelRoutes:
     """Returns routes from the replicas' configuration; values that only a spec has are defaults, without aliases."""
-    views = [view for view in state.replicas_of(name) if view.state is State.READY]
+    views = [view for view in state.views.of_model(name) if view.state is State.READY]
     first = state.configs[views[0].id]
     return ModelRoutes(
         name=name,
@@ -120,7 +121,7 @@ def _model_routes(state: FleetState, model: ModelSpec, closing: bool) -> ModelRo
     current = state.current
     step = state.goal.steps.get(model.name)
     version = current.versions[model.name]
-    views = [view for view in state.replicas_of(model.name) if view.state is State.READY]
+    views = [view for view in state.views.of_model(model.name) if view.state is State.READY]
     configs = [state.configs[view.id] for view in views if view.version != version and view.id in state.configs]
     engine: str = current.engines[model.name]
     source, max_len = current.folder(model), current.length(model)
@@ -191,7 +192,7 @@ def status(
         ready=ready,
         revision=state.current.number,
         index=state.records.state.index,
-        settled=state.settled_everywhere,
+        settled=settled_everywhere(state),
         rollout=rollout(state),
         conditions=conditions.report("fleet", _fleet_conditions(state, ready, hosts)),
         models=[
@@ -231,7 +232,7 @@ def rollout(state: FleetState) -> RolloutStatus:
 def _model_rollout(state: FleetState, model: ModelSpec, progress: str) -> ModelRollout:
     step = state.goal.steps.get(model.name, ModelStep())
     way = state.memory.strategies.get(model.name)
-    if progress == "complete" or state.settled(model):
+    if progress == "complete" or is_settled(state, model):
         progress = "complete"
     elif progress == "canary" and not step.old and not step.lost:
         progress = "progressing"  # it is not part of the canary, and is repaired
@@ -273,7 +274,7 @@ def _model_conditions(state: FleetState, model: ModelSpec) -> Iterable[Condition
         "Available", enough, "Serving" if ready else "NoReplica", f"{ready} of {desired} replicas are ready"
     )
     step = state.goal.steps.get(model.name)
-    moving = step is not None and not step.settled(state.desired_model(model))
+    moving = step is not None and not step.settled(desired_model(state, model))
     yield Condition(
         "Progressing", moving, "Updating" if moving and step and step.old else "Starting" if moving else "Settled", ""
     )
@@ -284,9 +285,9 @@ def _model_conditions(state: FleetState, model: ModelSpec) -> Iterable[Condition
     awaits = [] if awaited is None else [awaited]
     problems = "; ".join([*awaits, *(problem.what for unplaced in missing for problem in unplaced.problems)])
     yield Condition("Placed", not missing, "NoRoom" if missing else "Placed", problems)
-    cut_off = [view.id for view in state.replicas_of(model.name) if view.id in state.unreachable]
+    cut_off = [view.id for view in state.views.of_model(model.name) if view.id in state.unreachable]
     yield Condition("Reachable", not cut_off, "Unreachable" if cut_off else "Connected", ", ".join(cut_off))
-    failed = [view for view in state.replicas_of(model.name) if view.state is State.FAILED]
+    failed = [view for view in state.views.of_model(model.name) if view.state is State.FAILED]
     yield Condition("Healthy", not failed, _health(failed), "; ".join(f"{view.id}: {view.reason}" for view in failed))
 
 
@@ -310,7 +311,7 @@ def _model_status(
         if current is ModelState.UNLOADED and reason is None:
             reason = f"parked on {parked.host}: a start takes about {parked.start_s:.1f} s"
     scale = state.records.state.scales.get(model.name)
-    usual = {phase for view in state.replicas_of(model.name) for phase in view.load_phases}
+    usual = {phase for view in state.views.of_model(model.name) for phase in view.load_phases}
     return ModelInFleet(
         name=model.name,
         kind=model.kind,
@@ -323,7 +324,7 @@ def _model_status(
         version=state.current.versions[model.name],
         preparing=[_preparing(state, preparation) for preparation in _preparations(state, model)],
         conditions=conditions.report(model.name, _model_conditions(state, model)),
-        replicas=[_replica_status(state, view, usual, log_of) for view in state.replicas_of(model.name)],
+        replicas=[_replica_status(state, view, usual, log_of) for view in state.views.of_model(model.name)],
     )
 
 
@@ -382,7 +383,7 @@ def _preparing(state: FleetState, preparation: Preparation) -> PreparationStatus
 
 
 def _state_of(state: FleetState, model: ModelSpec) -> tuple[ModelState, str | None]:
-    views = state.replicas_of(model.name)
+    views = state.views.of_model(model.name)
     failed = any(view.state is State.FAILED for view in views)
     due = state.counts.desired(model) if failed else _due(state, model)
     result = model_state(due, (view.outlook for view in views))

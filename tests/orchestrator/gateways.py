@@ -14,7 +14,7 @@ import httpx
 import msgspec.structs
 
 from orchestrator.access.keys import KeyFeed, KeyFile
-from orchestrator.control.live_requests import LiveRequests
+from orchestrator.control.gateway_reports import LiveRequests
 from orchestrator.gateway.controller_client import ControllerAway
 from orchestrator.gateway.http.http_server import HttpServer
 from orchestrator.gateway.openapi import GatewayRoute

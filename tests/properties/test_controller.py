@@ -20,10 +20,12 @@ from hypothesis import HealthCheck, example, given
 from hypothesis import strategies as st
 
 from orchestrator.api.schemas import OperationRefused
-from orchestrator.control import fleet_state
+from orchestrator.control import fleet_goal
 from orchestrator.control.decisions.decide import FleetDecision, FleetSnapshot, decide
 from orchestrator.control.decisions.reconcile import reconcile
 from orchestrator.control.decisions.snapshot import Observed
+from orchestrator.control.fleet_goal import update_goal
+from orchestrator.control.host_conditions import replicas_replaced
 from orchestrator.control.journal.journal import Journal
 from orchestrator.control.journal.journal_fold import failed_cores
 from orchestrator.messages.replica_states import State
@@ -95,7 +97,7 @@ events = st.one_of(
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         forbid_remote_sources(patch, tmp_path_factory.mktemp("home"))
-        patch.setattr(fleet_state, "decide", decided_once)
+        patch.setattr(fleet_goal, "decide", decided_once)
         yield
 
 
@@ -171,9 +173,9 @@ class World:
             await asyncio.sleep(700.0)
             self.check()
         state = self.played.controller.state
-        goal = await state.update_goal()
+        goal = await update_goal(state)
         observed = Observed(state.clock(), dict(state.views))
-        assert reconcile(goal.targets, observed, state.replaced()) == []
+        assert reconcile(goal.targets, observed, replicas_replaced(state)) == []
         assert {view.state for view in state.views.values()} <= {State.READY}
         assert {(view.id, view.version) for view in state.views.values()} == {(t.id, t.version) for t in goal.targets}
         assert {t.version for t in goal.targets} <= set(state.current.versions.values())
@@ -383,7 +385,7 @@ def test_whatever_a_canary_loses_the_old_version_stays_or_comes_back(story: list
                 state = world.played.controller.state
                 assert state.in_canary
                 for model in ("big", "small"):
-                    ready = [view.version for view in state.replicas_of(model) if view.state is State.READY]
+                    ready = [view.version for view in state.views.of_model(model) if view.state is State.READY]
                     spec = state.current.spec.model(model)
                     assert spec is not None
                     assert ready.count(state.current.versions[model]) == 1

@@ -23,6 +23,8 @@ import pytest
 from orchestrator.api.schemas import OperationRefused
 from orchestrator.control.decisions.reconcile import reconcile
 from orchestrator.control.decisions.snapshot import Observed
+from orchestrator.control.fleet_goal import update_goal
+from orchestrator.control.host_conditions import replicas_replaced
 from orchestrator.messages.replica_states import State
 from tests.orchestrator import virtual_cluster
 from tests.orchestrator.fakes import Played, virtual, virtually
@@ -117,8 +119,8 @@ class World:
             self.check()
             if self._is_at_rest():
                 break
-        goal = await state.update_goal()
-        assert reconcile(goal.targets, Observed(state.clock(), dict(state.views)), state.replaced()) == []
+        goal = await update_goal(state)
+        assert reconcile(goal.targets, Observed(state.clock(), dict(state.views)), replicas_replaced(state)) == []
         assert {view.state for view in state.views.values()} <= {State.READY}
         assert {(view.id, view.version) for view in state.views.values()} == {(t.id, t.version) for t in goal.targets}
         assert {replica.name for replica in cluster.processes()} == {view.actor for view in state.views.values()}

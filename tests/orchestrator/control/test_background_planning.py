@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.control import fleet_state
+from orchestrator.control import fleet_goal
 from orchestrator.control.decisions import decide as decisions
 from orchestrator.control.decisions.decide import FleetDecision, FleetSnapshot, decide
 from orchestrator.control.decisions.rollout_step import Goal, Situation, compute_goal
@@ -144,7 +144,7 @@ async def test_the_round_after_an_apply_carries_out_the_decision_of_its_preview(
     async with Played(tmp_path, FakeCluster(), SPEC % (2, 4, 1)) as played:
         await played.settled()
         await asyncio.sleep(5.0)
-        monkeypatch.setattr(fleet_state, "decide", noted)
+        monkeypatch.setattr(fleet_goal, "decide", noted)
         applied = await played.apply((SPEC % (2, 4, 1)).replace("engine: echo", "engine: echo, max_queue: 7"))
         await asyncio.sleep(5.0)
         assert applied["changed"]

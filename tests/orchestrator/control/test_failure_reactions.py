@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from orchestrator.control.decisions.snapshot import BREAKER_PAUSE_S
+from orchestrator.control.host_conditions import SET_ASIDE_S, cores_of_devices
 from orchestrator.control.journal.journal import Journal
-from orchestrator.control.quarantine import SET_ASIDE_S, cores_of_devices
 from orchestrator.messages.route_table import ModelRoutes
 from placements.facts.topology import TOPOLOGIES, Host
 from tests.orchestrator.fakes import FakeCluster, Played, settled_fleet, starting_fleet, virtually

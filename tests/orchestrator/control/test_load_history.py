@@ -6,7 +6,7 @@ from bisect import bisect_left
 
 import pytest
 
-from orchestrator.control.load_history import SAMPLE_S, SAMPLES, LoadHistory
+from orchestrator.control.gateway_reports import SAMPLE_S, SAMPLES, LoadHistory
 from orchestrator.scaling.demand_report import FIRST_TOKEN_S, TOKEN_S, DemandReport, DemandWindow, ModelLoad, percentile
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.control.decisions.defragmentation import defragmentation
+from orchestrator.control.decisions.relocation import defragmentation
 from placements.facts.core_range import CoreRange
 from placements.facts.topology import TOPOLOGIES, Host
 from placements.planner.plan import Running

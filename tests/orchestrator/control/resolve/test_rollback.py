@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.control.journal.journal_records import Revision
-from orchestrator.control.resolve.rollback import changing_specs, revert_change, revert_changes
+from orchestrator.control.resolve.resolved_revision import changing_specs, revert_change, revert_changes
 from placements.facts.topology import Machine
 from placements.spec.parse import parse
 from placements.spec.schema import Spec

@@ -1,13 +1,18 @@
-"""Quarantines cores after failures: for a while, or until an operator clears them."""
+"""Which hosts and cores a fleet may use: cordons, drains, departures, and quarantines after failures.
+
+A quarantine lasts for a while, or until an operator clears it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from orchestrator.control.decisions.effects import FailedCore
+from orchestrator.control.decisions.departures import LeavingHost, leaving_hosts, replicas_to_end
+from orchestrator.control.decisions.effects import CoreOwner, FailedCore
+from orchestrator.control.decisions.rollout_step import merged
 from orchestrator.control.decisions.snapshot import ReplicaView
 from orchestrator.control.fleet_state import FleetState
-from orchestrator.control.journal.journal_records import Quarantine
+from orchestrator.control.journal.journal_records import Cordoned, Quarantine
 from placements.facts.core_range import ranges
 from placements.facts.topology import Host
 from workers.messages.status import Failure, Reaction
@@ -15,7 +20,60 @@ from workers.messages.status import Failure, Reaction
 SET_ASIDE_S = 120.0  # for cores that the runtime refused: the tools that show their owner run every 10 s
 
 
-def on_failure(state: FleetState, view: ReplicaView, failure: Failure) -> None:
+def hosts_leaving(state: FleetState) -> dict[str, LeavingHost]:
+    """Returns the hosts that end at a known time."""
+    return leaving_hosts(state.records.state.departures, state.clock() - state.wall())
+
+
+def replicas_replaced(state: FleetState) -> frozenset[tuple[str, int]]:
+    """Returns the (id, epoch) of replicas that need a new process."""
+    replaces = ((state.views.get(id), epoch) for id, epoch in state.records.state.replaces.items())
+    return frozenset((view.id, view.epoch) for view, epoch in replaces if view is not None and view.epoch <= epoch)
+
+
+def replicas_ending(state: FleetState) -> frozenset[tuple[str, int]]:
+    """Returns the (id, epoch) of replicas that have to end now, by their hosts."""
+    leaving = hosts_leaving(state)
+    return replicas_to_end(state.views.values(), leaving, state.clock()) if leaving else frozenset()
+
+
+def blocked_cores(state: FleetState) -> dict[str, frozenset[int]]:
+    """Returns the cores by host where no replica may be placed."""
+    return merged(cordoned_cores(state), quarantined_cores(state))
+
+
+def cordoned_cores(state: FleetState) -> dict[str, frozenset[int]]:
+    """Returns the cordoned cores by host."""
+    cordons = {host: cordon for host in state.hosts if (cordon := cordon_of(state, host.name))}
+    return {
+        host.name: frozenset(range(host.cores)) if cordon == "whole" else frozenset(cordon)
+        for host, cordon in cordons.items()
+    }
+
+
+def cordon_of(state: FleetState, host: str) -> Cordoned:
+    """Returns the cordoned cores of a host; one that departs is cordoned as a whole."""
+    records = state.records.state
+    return "whole" if host in records.departures else records.cordons.get(host, frozenset())
+
+
+def quarantined_cores(state: FleetState) -> dict[str, frozenset[int]]:
+    """Returns the cores that foreign processes hold or that have failed, by host."""
+    return {host.name: frozenset(cores) for host in state.hosts if (cores := quarantine_of(state, host.name))}
+
+
+def quarantine_of(state: FleetState, host: str) -> dict[int, CoreOwner | FailedCore]:
+    """Returns the quarantined cores of a host, each with its foreign owner or the failure that caused it."""
+    return {**state.foreign_cores.get(host, {}), **state.failed_cores.get(host, {})}
+
+
+def drained_cores(state: FleetState) -> dict[str, frozenset[int]]:
+    """Returns the cores by host whose replicas have to move."""
+    drains = state.records.state.drains | state.records.state.departures.keys()
+    return {host.name: frozenset(range(host.cores)) for host in state.hosts if host.name in drains}
+
+
+def quarantine_cores(state: FleetState, view: ReplicaView, failure: Failure) -> None:
     """Quarantine the cores that the failure of ``view`` implicates.
 
     ELSEWHERE: its own cores, for a while. QUARANTINE: all cores of the devices that the failure names and the replica
@@ -40,7 +98,7 @@ def on_failure(state: FleetState, view: ReplicaView, failure: Failure) -> None:
     state.records.event("error", "CoreQuarantined", message, view=view)
 
 
-def clear(state: FleetState, host: str, cores: Iterable[int] | None) -> None:
+def clear_quarantine(state: FleetState, host: str, cores: Iterable[int] | None) -> None:
     """Clear the quarantine of ``cores``, as an operator requested; None: of the whole host."""
     failed = state.failed_cores.get(host, {})
     freed = sorted(failed if cores is None else set(cores) & failed.keys())
@@ -51,7 +109,7 @@ def clear(state: FleetState, host: str, cores: Iterable[int] | None) -> None:
         state.records.event("info", "CoreFree", f"cores {','.join(ranges(freed))} are available again", host=host)
 
 
-def expire(state: FleetState) -> None:
+def expire_quarantines(state: FleetState) -> None:
     """Clear cores whose temporary quarantine has expired."""
     now = state.clock()
     for host, failed in state.failed_cores.items():

@@ -1,8 +1,10 @@
-"""Pins the content that all replicas of a version load, in the journal."""
+"""What the replicas of a version share: the content that the journal pins, and one compilation for all hosts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import msgspec.structs
 
@@ -81,3 +83,45 @@ class ContentPins:
         for pin in list(self._records.state.pins.values()):
             if over(pin):
                 self._records.note(Pin(model=pin.model, version=pin.version, origin=None))
+
+
+class SharedCompiles:
+    """Which host compiles which version. On the controller's event loop; it has no threads.
+
+    It saves compilations and protects nothing: a controller that is replaced meanwhile forgets it, and two hosts may
+    push the same graph.
+    """
+
+    def __init__(self) -> None:
+        self._compiling: dict[tuple[str, str], tuple[str, asyncio.Event]] = {}  # host and its end, by model and version
+
+    def host_for(self, config: ReplicaConfig) -> str | None:
+        """The other host that compiles what ``config`` needs and will push it to S3; None: there is none."""
+        host, _ = self._compiling.get((config.model, config.version), (None, None))
+        return None if host == config.host or not _is_shared(config) else host
+
+    async def ended(self, config: ReplicaConfig) -> None:
+        """Waits until that host has ended, in whatever way."""
+        if self.host_for(config) is not None:
+            await self._compiling[config.model, config.version][1].wait()
+
+    @contextmanager
+    def compiling(self, config: ReplicaConfig) -> Iterator[None]:
+        """The others wait while this is open. The replicas of one host share its compilation, so the first of them
+        stands for all."""
+        key = (config.model, config.version)
+        if not _is_shared(config) or key in self._compiling:
+            yield
+            return
+        end = asyncio.Event()
+        self._compiling[key] = (config.host, end)
+        try:
+            yield
+        finally:
+            del self._compiling[key]
+            end.set()
+
+
+def _is_shared(config: ReplicaConfig) -> bool:
+    """A folder may be local to each host, so waiting for another host's compile would be useless."""
+    return (config.neff_cache or "").startswith("s3://")
