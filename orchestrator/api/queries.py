@@ -28,6 +28,7 @@ from orchestrator.api.schemas import (
 from orchestrator.console.fleet_feed import LiveView, RayLinks, ReplicaInRay
 from orchestrator.console.page import Entrance
 from orchestrator.control.decisions.snapshot import ReplicaView
+from orchestrator.control.expected_starts import load_times
 from orchestrator.messages.fleet_status import EventPage, EventRow, FleetStatus
 from orchestrator.messages.replica_states import LEAVING
 from orchestrator.messages.request_traces import read_page
@@ -97,7 +98,7 @@ async def trace(fleet: OperatedFleet, request: TraceQuery) -> TracePage:
     except ValueError as error:
         hint = "use the `next` of an earlier response, or omit it"
         raise OperationRefused("trace-cursor-wrong", str(error), hint, status=400) from None
-    loads, current = fleet.controller.scaler.load_times(), fleet.state.current
+    loads, current = load_times(fleet.state), fleet.state.current
     speeds = {
         model.name: {
             "load_s": loads.get(model.name),

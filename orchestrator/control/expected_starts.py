@@ -55,3 +55,10 @@ def expected_ready_at(state: FleetState, model: ModelSpec) -> float | None:
     wall = at - now + state.wall()
     varies = first.state in AHEAD or first.fetch is not None
     return math.ceil(wall / STEP_S) * STEP_S if varies else float(round(wall))
+
+
+def load_times(state: FleetState) -> dict[str, float]:
+    """Returns the measured duration of a replica's start by model, in seconds."""
+    names = (model.name for model in state.current.spec.models)
+    times = {name: state.start_times(name).expected_s for name in names}
+    return {name: expected_s for name, expected_s in times.items() if expected_s is not None}

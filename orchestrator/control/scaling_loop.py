@@ -180,19 +180,11 @@ class Scaler:
         self._woken.clear()
         self._urgent = False
 
-    def _views(self) -> dict[str, list[ReplicaView]]:
-        """Returns the replicas by model, in the order of their numbers."""
-        by_model: dict[str, list[ReplicaView]] = {}
-        for view in sorted(self._state.views.values(), key=lambda view: view.replica):
-            by_model.setdefault(view.model, []).append(view)
-        return by_model
-
     def _update_history(self) -> None:
         """Update first readiness, which decisions need."""
-        views_of = self._views()
         for model in self._state.current.spec.models:
             memory = self._known[model.name]
-            views = views_of.get(model.name, [])
+            views = self._state.views.of_model(model.name)
             ready = [view.since for view in views if view.state is State.READY]
             if ready and memory.first_ready_at is None:
                 memory.first_ready_at = min(ready)
@@ -299,41 +291,20 @@ class Scaler:
         """Returns the autoscaler's input: live hosts, usable cores, and replicas that are not stopping."""
         state = self._state
         spec = state.current.spec
-        pool = HostPool(self._hosts(), blocked_cores(state), prices(spec, state.hosts))
+        pool = HostPool(_hosts_to_use(state), blocked_cores(state), prices(spec, state.hosts))
         need_of = needs(spec, pool, state.current.checkpoints)
-        views = self._views()
         expected = Counter(placement.model for placement in state.uses.expected)
         placed = Counter(target.model for target in state.goal.targets) | expected
         models = (
-            self._model_now(model, views.get(model.name, []), placed[model.name], need_of.get(model.name), pool.numbers)
-            for model in spec.models
+            self._model_now(model, placed[model.name], need_of.get(model.name), pool.numbers) for model in spec.models
         )
         return FleetNow(tuple(models), pool)
 
-    def _hosts(self) -> tuple[Host, ...]:
-        """Returns the live hosts, and those that can be added, whose replicas start later."""
-        state = self._state
-        living, avoided = set(state.living_hosts), state.uses.avoided()
-        more = {
-            host
-            for group in state.current.groups
-            if group.elastic and group.instance not in avoided
-            for host in group.hosts
-        }
-        return tuple(host for host in state.hosts if host in living or host in more)
-
-    def _model_now(
-        self,
-        model: ModelSpec,
-        every: Iterable[ReplicaView],
-        placed: int,
-        need: Need | None,
-        hosts: Mapping[str, int],
-    ) -> ModelNow:
+    def _model_now(self, model: ModelSpec, placed: int, need: Need | None, hosts: Mapping[str, int]) -> ModelNow:
         """``placed``: replicas in the last plan; ``need``: of each replica, None if the model uses no cores; ``hosts``:
         the numbers of live hosts, by name."""
         state, memory = self._state, self._known[model.name]
-        every = list(every)
+        every = state.views.of_model(model.name)
         views = [view for view in every if _is_counted(view) and view.host in hosts]
         given_up = sum(view.state is State.FAILED and not _is_counted(view) for view in every)
         ready = sum(view.state is State.READY for view in views)
@@ -362,16 +333,8 @@ class Scaler:
             first_ready_at=memory.first_ready_at,
             prefill_s=_prefill_s(memory.prefill_s, model.objectives.ttft_ms) + batch_wait_s,
             encodes=encodes,
-            places=tuple((hosts[host], first) for host, first in (*own, *self._awaited_places(model.name, hosts))),
+            places=tuple((hosts[host], first) for host, first in (*own, *_awaited_places(state, model.name, hosts))),
         )
-
-    def _awaited_places(self, model: str, hosts: Collection[str]) -> Iterator[tuple[str, int]]:
-        """Yields host and first core of replicas that wait for their machine. Without a place they would be dropped,
-        and requested anew, with each decision."""
-        waiting = self._state.uses.waiting()
-        for placement in self._state.uses.expected:
-            if placement.model == model and placement.host in waiting and placement.host in hosts and placement.cores:
-                yield placement.host, placement.cores.first
 
     # Status
 
@@ -399,16 +362,31 @@ class Scaler:
             items_per_s_of_replica=UNSET if forecast.input_s is None else round(1 / forecast.input_s, 1),
         )
 
-    def load_times(self) -> dict[str, float]:
-        """Returns the measured duration of a replica's start by model, in seconds."""
-        names = (model.name for model in self._state.current.spec.models)
-        times = {name: self._state.start_times(name).expected_s for name in names}
-        return {name: expected_s for name, expected_s in times.items() if expected_s is not None}
-
     def changes(self) -> dict[tuple[str, ...], int]:
         """Returns the number of scaling events by model and kind."""
         names = [model.name for model in self._state.current.spec.models]
         return {(name, kind): self._known[name].changes.get(kind, 0) for name in names for kind in KINDS}
+
+
+def _hosts_to_use(state: FleetState) -> tuple[Host, ...]:
+    """Returns the live hosts, and those that can be added, whose replicas start later."""
+    living, avoided = set(state.living_hosts), state.uses.avoided()
+    more = {
+        host
+        for group in state.current.groups
+        if group.elastic and group.instance not in avoided
+        for host in group.hosts
+    }
+    return tuple(host for host in state.hosts if host in living or host in more)
+
+
+def _awaited_places(state: FleetState, model: str, hosts: Collection[str]) -> Iterator[tuple[str, int]]:
+    """Yields host and first core of replicas that wait for their machine. Without a place they would be dropped,
+    and requested anew, with each decision."""
+    waiting = state.uses.waiting()
+    for placement in state.uses.expected:
+        if placement.model == model and placement.host in waiting and placement.host in hosts and placement.cores:
+            yield placement.host, placement.cores.first
 
 
 def _is_counted(view: ReplicaView) -> bool:

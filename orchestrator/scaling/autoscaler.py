@@ -166,6 +166,33 @@ class _Seat:
         """Returns whether the load fits on one replica less."""
         return self.count > 0 and self.worth.fits(self.count - 1)
 
+    def idle(self, now: float) -> bool:
+        """Returns whether it has been without requests for idle_s."""
+        return self.asked_at is None or now - self.asked_at >= self.model.idle_s
+
+    def served(self) -> float:
+        """Returns the requests that one more replica serves in time within the horizon; the first one also serves some
+        of the waiting ones."""
+        served = self.gain() * (self.horizon_s - self.model.load_s)
+        if self.count == 0:
+            served += RULES.waiting_weight * self.last.waiting
+        return served
+
+    def must_wake(self) -> bool:
+        return self.count == 0 and self.last.waiting > 0
+
+    def demand(self) -> str:
+        forecast = self.forecast
+        if self.model.encodes:
+            return (
+                f"{forecast.rates[0]:.2f} requests per second, of which a replica serves {1 / forecast.work_s:.2f}, "
+                f"for {counted(self.model.target, 'replica')}, {forecast.waiting} waiting"
+            )
+        return (
+            f"{forecast.rates[0]:.2f} requests per second of {forecast.service_s:.1f} s for "
+            f"{self.model.slots * self.model.target} slots, {forecast.waiting} waiting"
+        )
+
 
 @dataclass(frozen=True)
 class _Offer:
@@ -312,30 +339,15 @@ class _Table:
             return 0.0  # the planner has not found room for the last replica yet
         if model.ready == 0 and seat.count >= max(RULES.first_steps, seat.step):
             return 0.0
-        if seat.count == 0 and self._idle(seat) and not self._must_wake(seat):
+        if seat.count == 0 and seat.idle(self.now) and not seat.must_wake():
             return 0.0  # the decaying forecast of a model that scaled to zero must not start it
         if model.encodes and seat.count and seat.worth.fits(seat.count):
             return 0.0  # at its many requests per second, the smallest share of them would be worth a replica
         remaining_s = seat.horizon_s - model.load_s
-        if seat.worth.unserved(seat.count) * remaining_s < RULES.least_served and not self._must_wake(seat):
+        if seat.worth.unserved(seat.count) * remaining_s < RULES.least_served and not seat.must_wake():
             return 0.0
-        served = self._served(seat)
-        return served / max(1, model.cores) if served >= RULES.least_served or self._must_wake(seat) else 0.0
-
-    def _idle(self, seat: _Seat) -> bool:
-        """Returns whether it has been without requests for idle_s."""
-        return seat.asked_at is None or self.now - seat.asked_at >= seat.model.idle_s
-
-    def _served(self, seat: _Seat) -> float:
-        """Returns the requests that one more replica serves in time within the horizon; the first one also serves some
-        of the waiting ones."""
-        served = seat.gain() * (seat.horizon_s - seat.model.load_s)
-        if seat.count == 0:
-            served += RULES.waiting_weight * seat.last.waiting
-        return served
-
-    def _must_wake(self, seat: _Seat) -> bool:
-        return seat.count == 0 and seat.last.waiting > 0
+        served = seat.served()
+        return served / max(1, model.cores) if served >= RULES.least_served or seat.must_wake() else 0.0
 
     def _grow(self, seat: _Seat) -> None:
         model, before = seat.model, seat.count
@@ -345,26 +357,14 @@ class _Table:
             offer = self._vacate(seat, least=False)
             if offer is None:
                 if seat.reason is None:
-                    seat.reason = f"held back: no cores that serve less elsewhere; {self._demand(seat)}"
+                    seat.reason = f"held back: no cores that serve less elsewhere; {seat.demand()}"
                 return
             where = f"on the cores of {counted(sum(offer.removals.values()), 'replica')} that served less"
         seat.count = len(seat.placed)
         effect = f"one more replica serves {gain:.2f} more requests per second"
         if before == 0 and seat.last.waiting:
             effect = "started for waiting requests"
-        seat.reason = f"{self._demand(seat)}; {effect}, {where}"
-
-    def _demand(self, seat: _Seat) -> str:
-        forecast = seat.forecast
-        if seat.model.encodes:
-            return (
-                f"{forecast.rates[0]:.2f} requests per second, of which a replica serves {1 / forecast.work_s:.2f}, "
-                f"for {counted(seat.model.target, 'replica')}, {forecast.waiting} waiting"
-            )
-        return (
-            f"{forecast.rates[0]:.2f} requests per second of {forecast.service_s:.1f} s for "
-            f"{seat.model.slots * seat.model.target} slots, {forecast.waiting} waiting"
-        )
+        seat.reason = f"{seat.demand()}; {effect}, {where}"
 
     # Room
 
@@ -405,7 +405,7 @@ class _Table:
         model, tenant = seat.model, self._tenant(seat)
         if model.need is None or tenant is None:
             return None
-        worth = self._served(seat) / seat.horizon_s
+        worth = seat.served() / seat.horizon_s
         most = self._most(seat, least=least)
         starved = self._starved(seat)
         for offer in self._offers(seat, least=least):
@@ -440,7 +440,7 @@ class _Table:
             other = self.seats[name]
             del other.placed[-count:]
             other.count = len(other.placed)
-            other.reason = f"its cores serve more requests for {seat.model.name}; {self._demand(other)}"
+            other.reason = f"its cores serve more requests for {seat.model.name}; {other.demand()}"
         self.removed += offer.equal
         seat.placed.append(tenant)
         self._offers_cache.clear()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from orchestrator.control.decisions.snapshot import ReplicaView
+from orchestrator.control.expected_starts import load_times
 from orchestrator.control.journal.journal_records import ReadyStart
 from orchestrator.control.start_times import OLD_S, StartTimes, phases_again, ready_at
 from orchestrator.messages.replica_states import State
@@ -86,11 +87,11 @@ async def test_a_restarted_controller_knows_how_long_a_start_takes(first: Played
     await first.until(lambda: first.cluster.started, "it starts")
     await first.cluster.find("m/0").report(phase=Phase.READY, load_s=7.0, load_phases={"process": 7.0})
     await first.settled()
-    expected = first.controller.scaler.load_times()["m"]
+    expected = load_times(first.controller.state)["m"]
     await first.kill()
     await first.cluster.find("m/0").die("killed")
     async with Played(tmp_path, first.cluster, SPEC, journal=first.journal, restarted=True) as second:
-        assert second.controller.scaler.load_times() == {"m": expected}
+        assert load_times(second.controller.state) == {"m": expected}
 
 
 def test_what_has_passed_of_a_start_counts() -> None:
