@@ -164,7 +164,7 @@ class _Deciding:
             if step.old and not situation.evacuates(name) and self._needs_strategy(name, goal)
         ]
         for name in undecided:
-            strategy = choose_strategy(situation, name)
+            strategy = choose_strategy(situation, name, goal)
             if strategy != before.get(name):
                 seconds = strategy.outage_s
                 outage = "an outage of unknown length" if seconds is None else f"{seconds:.0f} s of outage"
@@ -173,15 +173,13 @@ class _Deciding:
             self._memory = self._memory.with_strategy(name, strategy)
         settled = {name for name, step in goal.steps.items() if step.settled(situation.desired_models[name])}
         self._memory = self._memory.without(settled | (self._memory.strategies.keys() - goal.steps.keys()))
-        if not undecided:
-            return situation, goal
+        decided = situation
         for name in undecided:
-            chosen = self._memory.strategies.get(name)
-            desired = situation.desired_models[name]
-            situation = situation.with_desired(
-                replace(desired, strategy="surge" if chosen is None else chosen.strategy)
-            )
-        return situation, compute_goal(situation)
+            chosen, desired = self._memory.strategies.get(name), decided.desired_models[name]
+            way = "surge" if chosen is None else chosen.strategy
+            if way != desired.strategy:
+                decided = decided.with_desired(replace(desired, strategy=way))
+        return (situation, goal) if decided is situation else (decided, compute_goal(decided))
 
     def _needs_strategy(self, name: str, goal: Goal) -> bool:
         """Returns whether the model has no strategy, or one that cannot place the next replica."""

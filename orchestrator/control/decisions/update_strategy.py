@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from orchestrator.control.decisions.rollout_step import DesiredModel, Situation, compute_goal
+from orchestrator.control.decisions.rollout_step import DesiredModel, Goal, Situation, compute_goal
 from orchestrator.messages.replica_states import State
 from placements.facts.plural import plural
 from placements.spec.notation import CorePin
@@ -28,10 +28,11 @@ class UpdateStrategy:
     predicted_s: float | None = None  # until all replicas are replaced; None: no start was measured yet
 
 
-def choose_strategy(situation: Situation, name: str) -> UpdateStrategy:
+def choose_strategy(situation: Situation, name: str, goal: Goal | None = None) -> UpdateStrategy:
     """Returns the strategy of `_choose` with the predicted time: one swap after the other if replicas are replaced one
-    at a time, else all at once."""
-    choice, swap_s = _choose(situation, name), _swap_s(situation, name)
+    at a time, else all at once. ``goal`` is that of the situation, if it is known: it answers for the strategy so far.
+    """
+    choice, swap_s = _choose(situation, name, goal), _swap_s(situation, name)
     ready = sum(view.model == name and view.state is State.READY for view in situation.views)
     swaps = ready if choice.strategy == "in_place" and choice.outage_s == 0.0 else 1
     return replace(choice, predicted_s=None if swap_s is None else max(1, swaps) * swap_s)
@@ -44,7 +45,7 @@ def _swap_s(situation: Situation, name: str) -> float | None:
     return None if load_s is None else load_s + ends_s
 
 
-def _choose(situation: Situation, name: str) -> UpdateStrategy:
+def _choose(situation: Situation, name: str, goal: Goal | None) -> UpdateStrategy:
     """Returns the strategy for a model with old replicas: the spec's, or with ``auto`` the first possible one of these.
 
     1. surge, if an extra replica finds free cores (all of them if the versions do not mix)     no outage
@@ -59,7 +60,7 @@ def _choose(situation: Situation, name: str) -> UpdateStrategy:
     swap_s = _swap_s(situation, name)
     cause: str | None = f"update.strategy is {requested}"
     if requested in ("auto", "surge"):
-        cause = _obstacle(situation, replace(desired, strategy="surge"))
+        cause = _obstacle(situation, replace(desired, strategy="surge"), goal)
         if cause is None:
             return UpdateStrategy("surge", 0.0, "free cores hold the new replica while the old one serves")
         if requested == "surge":
@@ -75,10 +76,11 @@ def _choose(situation: Situation, name: str) -> UpdateStrategy:
     return UpdateStrategy("in_place", swap_s, f"{cause}; the replica stops before the new one starts")
 
 
-def _obstacle(situation: Situation, desired: DesiredModel) -> str | None:
+def _obstacle(situation: Situation, desired: DesiredModel, goal: Goal | None = None) -> str | None:
     """Returns why the new replicas cannot be placed beside the old ones, with a remedy; None if they can."""
     name, pins = desired.model.name, desired.model.cores
-    trial = compute_goal(situation.with_desired(desired))
+    trial = goal if desired.strategy == situation.desired_models[name].strategy else None
+    trial = trial or compute_goal(situation.with_desired(desired))
     if sum(placement.model == name for placement in trial.plan.placements) >= trial.steps[name].count:
         return None
     problem = next((candidate.problems[0] for candidate in trial.plan.unplaced if candidate.model == name), None)
