@@ -123,7 +123,7 @@ def test_processes_that_do_not_die_are_told(daemon: Up, monkeypatch: pytest.Monk
     monkeypatch.setattr(up_module, "end_leftovers", lambda home, fleet, deadline: [11, 12])
     daemon.home.write_record(daemon._new_record())
     with pytest.raises(Failed, match="do not exit: 11, 12") as raised:
-        daemon._end_previous()
+        up_module.end_previous(daemon.home, lambda line: None)
     assert raised.value.problem.id == "leftover-processes"
 
 

@@ -166,16 +166,16 @@ class Up:
         lock = self.home.lock() if self._owns_ray else None  # on a cluster, the controller has it
         previous = {number: signal.getsignal(number) for number in SIGNALS}
         try:
-            self._refuse_another_fleet(is_locked=self._owns_ray and lock is None)
+            _refuse_another_fleet(self.home, self._spec, is_locked=self._owns_ray and lock is None)
             if self._owns_ray:
-                self._end_previous()
-                self._check_ports()
-            self._line = self._audit.begin("up", "up", self._audit_fields(), by=caller())
+                end_previous(self.home, self._report)
+                _check_ports(self._options)
+            self._line = self._audit.begin("up", "up", audit_fields(self._spec, self._options), by=caller())
             self._listen_to_signals()
             ended = apart(partial(self._live, on_ready), SIGNALS)
             if REPORTED not in ended.marks:
                 self._report_death(ended)
-            leftovers = None if GONE in ended.marks or not self._owns_ray else self._end_everything()
+            leftovers = None if GONE in ended.marks or not self._owns_ray else _end_everything(self.home, self._fleet)
             if leftovers is not None:
                 self._report(f"stopped, but {leftovers}")
             return ended.code if REPORTED in ended.marks and ended.code >= 0 and leftovers is None else 1
@@ -184,45 +184,6 @@ class Up:
                 signal.signal(number, handler)
             if lock is not None:
                 os.close(lock)
-
-    def _refuse_another_fleet(self, *, is_locked: bool) -> None:
-        record, path = self.home.read_record(), self.home.path
-        if record is not None and record.on_cluster and (self._owns_ray or record.name != self._spec.name):
-            message = f"the fleet {record.name} of {path} runs on the Ray cluster at {record.ray_address}"
-            hint = "stop it with `corewright down`, or set another COREWRIGHT_HOME for another fleet"
-            raise Failed("fleet-already-running", message, hint)
-        if is_locked:
-            where = f" at {record.url} (pid {record.pid})" if record is not None else ""
-            hint = "change it with `corewright apply SPEC`, or stop it with `corewright down`"
-            raise Failed("fleet-already-running", f"a fleet of {path} is already running{where}", hint)
-
-    def _end_previous(self) -> None:
-        record = self.home.read_record()
-        if record is None:
-            return
-        if not daemon_alive(record):
-            self._report(f"the fleet of pid {record.pid} did not end cleanly: removing its leftovers")
-        pids_left = end_leftovers(self.home, record.fleet, LEFTOVERS_DEADLINE_S)
-        if pids_left:
-            pids = ", ".join(map(str, pids_left))
-            raise Failed("leftover-processes", f"processes of an earlier fleet do not exit: {pids}", "kill them")
-        self.home.forget_fleet()
-        self.home.prepare()
-
-    def _check_ports(self) -> None:
-        gateway, admin_port = self._options.gateway, self._options.admin_port
-        check_port(gateway.host, gateway.port)
-        if admin_port == gateway.port:
-            raise Failed("port-in-use", f"--port and --admin-port are both {gateway.port}", "choose another one")
-        if admin_port is not None:
-            check_port("127.0.0.1", admin_port, "--admin-port")
-
-    def _audit_fields(self) -> dict[str, Any]:
-        spec, gateway = self._spec, self._options.gateway
-        fields = {"text": spec.text, "file": spec.file, "base_dir": spec.base_dir}
-        address = {"host": gateway.host, "port": gateway.port, "insecure": gateway.insecure}
-        more = {"tls": gateway.tls_cert is not None} if self._owns_ray else {"ray_address": spec.ray_address}
-        return {**fields, **address, **more}
 
     def _new_record(self) -> FleetRecord:
         """Returns the fleet's record, without what the connection to Ray adds. On a joined cluster, the controller
@@ -249,7 +210,7 @@ class Up:
             if self._end_requested and self._owns_ray:
                 self._report("stopping immediately")
                 self._mark(REPORTED)
-                self._end_everything()
+                _end_everything(self.home, self._fleet)
                 self._mark(GONE)
                 os._exit(1)
             self._end_requested = True
@@ -274,7 +235,9 @@ class Up:
             event = signal.Signals(end.code).name if end.code in SIGNALS else str(end)
         except Exception as error:  # noqa: BLE001 - it is reported
             event = _as_failed(error)
-        if isinstance(event, str) and self._serves():
+        # the fleet may serve although Serve has not reported that its gateway runs
+        may_serve = isinstance(event, str) and self._serve_up
+        if may_serve and self._follower.ready.wait(READY_NEWS_S) and listens(self._record.url):
             with contextlib.suppress(Failed):  # the audit log cannot be written
                 self._note_ready()
         with self._noting:
@@ -287,16 +250,12 @@ class Up:
                 self._end_ray()
         return code
 
-    def _serves(self) -> bool:
-        """Returns whether the fleet serves already, although Serve has not reported that its gateway runs."""
-        return self._serve_up and self._follower.ready.wait(READY_NEWS_S) and listens(self._record.url)
-
     def _end_ray(self) -> None:
         try:
             with self._report.waiting(lambda: "running requests, replicas and Ray to end"):
                 self._take_down()
         finally:
-            if self._end_everything() is None:
+            if _end_everything(self.home, self._fleet) is None:
                 self._mark(GONE)
                 self._report("stopped")
 
@@ -326,16 +285,9 @@ class Up:
         self._report(line)
         self._display.close()
         if self._owns_ray:
-            self._record_end()
+            _record_end(self.home)
         self._audit_end(outcome, was_ready=self._is_ready)
         return code
-
-    def _record_end(self) -> None:
-        """Write that the fleet ends, for `down`, whose signal would be a second one."""
-        record = self.home.read_record()
-        if record is not None:
-            with contextlib.suppress(OSError):  # a full disk
-                self.home.write_record(msgspec.structs.replace(record, ending=True))
 
     def _audit_end(self, outcome: str | None, *, was_ready: bool) -> None:
         """Record the outcome of this `up`, or the end of its fleet if that was ready and ends with it. None: it has no
@@ -360,7 +312,7 @@ class Up:
         with self._report.waiting(self._follower.narration.waited_for):
             while not self._follower.ready.wait(POLL_S):
                 self._go_on()
-            record = record or self._stored_record()
+            record = record or _stored_record(spec.name, self._go_on)
         with self._report.waiting(lambda: "the gateway to load the tokenizers"):
             wait_for_gateway(record.url, self._go_on)
         self._go_on()
@@ -373,7 +325,7 @@ class Up:
             self._events.put(None)
             return
         if self._owns_ray and self._options.gateway.gateway_spare:
-            self._in_background(self._start_spare_gateway)
+            self._in_background(partial(_start_spare_gateway, self._options.gateway, spec.name))
         if not self._owns_ray:
             self._report(f"watching the fleet {spec.name}: Ctrl-C ends only this command")
         if self._options.watch:
@@ -403,14 +355,6 @@ class Up:
                 self._wait_for_gateways()
         return self._record if self._owns_ray else None
 
-    def _stored_record(self) -> FleetRecord:
-        from orchestrator.cluster.ownership import record_of
-
-        while (record := record_of(self._spec.name)) is None:
-            self._go_on()
-            time.sleep(POLL_S)
-        return record
-
     def _wait_down(self) -> None:
         self._follower.ask(lambda: self._follower.controller.wait_down.remote())
         self._events.put(DOWN)
@@ -430,7 +374,7 @@ class Up:
         os.environ["COREWRIGHT_HOME"] = str(home.path)
         home.write_record(self._record)  # before any process starts, so that the next `up` finds leftovers
         if len(spec.hosts) == 1:
-            self._start_warm_processes()
+            _start_warm_processes(home, spec.warm)
         self._report("starting Ray")
         with self._report.waiting(lambda: "Ray"):
             home.secure_ray()  # before the import of Ray, which reads its settings
@@ -447,7 +391,7 @@ class Up:
                 cause = str(error).strip().partition("\n")[0] or type(error).__name__
                 hint = f"see Ray's logs under {home.ray}, and {home.logs / 'daemon.log'}"
                 raise Failed("ray-not-started", f"Ray does not start: {cause}", hint) from None
-        self._note_addresses(addresses)
+        self._record = _with_addresses(self._record, addresses)
         home.write_record(self._record)
         self._proceed()
 
@@ -455,20 +399,6 @@ class Up:
         """Interrupts the start of Ray by an event."""
         with contextlib.suppress(queue.Empty):
             raise _Interrupted(self._events.get_nowait())
-
-    def _note_addresses(self, addresses: Mapping[str, Any]) -> None:
-        dashboard = addresses.get("webui_url")
-        dashboard_url = f"http://{dashboard}" if dashboard else None
-        self._record = msgspec.structs.replace(
-            self._record, ray_address=addresses["gcs_address"], dashboard_url=dashboard_url
-        )
-
-    def _start_warm_processes(self) -> None:
-        """Start those of the only host already, whose actor takes them over: they import while Ray starts."""
-        with (self.home.logs / "daemon.log").open("ab") as output:
-            processes = WarmProcesses(self.home.sockets, output=output.fileno())
-            processes.keep(self._spec.warm)
-        os.environ[HANDED_OVER] = processes.handed_over()
 
     def _join(self) -> None:
         """Connect to the cluster, and survey its machines."""
@@ -481,7 +411,7 @@ class Up:
         with self._report.waiting(lambda: f"the Ray cluster at {address}"):
             from orchestrator.cluster.reach import head_loss_warning, join, reach
 
-            self._note_addresses(join(reach(address), self._spec.name))
+            self._record = _with_addresses(self._record, join(reach(address), self._spec.name))
         with self._report.waiting(lambda: "the machines of the cluster"):
             self._survey()
         warning = head_loss_warning(self._record.ray_address, self.home.path)
@@ -628,12 +558,6 @@ class Up:
             hint = f"see {self.home.logs / 'gateway.log'}"
             raise Failed("gateway-not-started", f"the gateway does not start: {cause}", hint)
 
-    def _start_spare_gateway(self) -> None:
-        from orchestrator.cluster.gateways import start_spare_gateway
-
-        with task_boundary(log, "no gateway stands by for one that dies"):
-            start_spare_gateway(self._options.gateway, self._spec.name)
-
     def _wait_for_gateways(self) -> None:
         """Wait until each gateway of the controller runs or cannot start. Raises Failed if none runs."""
         deadline = time.monotonic() + GATEWAYS_S
@@ -668,17 +592,6 @@ class Up:
         if not any(thread.is_alive() for thread in self._threads):
             self._ray.stop()
 
-    def _end_everything(self) -> str | None:
-        """Kill the remaining processes, and remove the record. Returns what could not be removed, or None."""
-        pids = end_leftovers(self.home, self._fleet, LAST_DEADLINE_S)
-        if pids:
-            return f"processes do not exit: {', '.join(map(str, pids))}"
-        try:
-            self.home.forget_fleet()
-        except OSError as error:
-            return f"{self.home.record_file} cannot be removed: {error.strerror}"
-        return None
-
     def _report_death(self, ended: Ended) -> None:
         """Report the end of a child that exited without reporting it."""
         how = f"exit code {ended.code}" if ended.code >= 0 else signal.Signals(-ended.code).name
@@ -694,6 +607,101 @@ class Up:
         self._audit_end(failed.problem.id, was_ready=READY in ended.marks)
         log.error("%s", failed)
         self._report(render([failed.problem]).rstrip("\n"))
+
+
+def _refuse_another_fleet(home: Home, spec: FleetStart, *, is_locked: bool) -> None:
+    record, path = home.read_record(), home.path
+    if record is not None and record.on_cluster and (spec.owns_ray or record.name != spec.name):
+        message = f"the fleet {record.name} of {path} runs on the Ray cluster at {record.ray_address}"
+        hint = "stop it with `corewright down`, or set another COREWRIGHT_HOME for another fleet"
+        raise Failed("fleet-already-running", message, hint)
+    if is_locked:
+        where = f" at {record.url} (pid {record.pid})" if record is not None else ""
+        hint = "change it with `corewright apply SPEC`, or stop it with `corewright down`"
+        raise Failed("fleet-already-running", f"a fleet of {path} is already running{where}", hint)
+
+
+def end_previous(home: Home, report: Callable[[str], object]) -> None:
+    """End what a fleet of this home has left. Raises Failed if its processes do not exit."""
+    record = home.read_record()
+    if record is None:
+        return
+    if not daemon_alive(record):
+        report(f"the fleet of pid {record.pid} did not end cleanly: removing its leftovers")
+    pids_left = end_leftovers(home, record.fleet, LEFTOVERS_DEADLINE_S)
+    if pids_left:
+        pids = ", ".join(map(str, pids_left))
+        raise Failed("leftover-processes", f"processes of an earlier fleet do not exit: {pids}", "kill them")
+    home.forget_fleet()
+    home.prepare()
+
+
+def _check_ports(options: UpOptions) -> None:
+    gateway, admin_port = options.gateway, options.admin_port
+    check_port(gateway.host, gateway.port)
+    if admin_port == gateway.port:
+        raise Failed("port-in-use", f"--port and --admin-port are both {gateway.port}", "choose another one")
+    if admin_port is not None:
+        check_port("127.0.0.1", admin_port, "--admin-port")
+
+
+def audit_fields(spec: FleetStart, options: UpOptions) -> dict[str, Any]:
+    """Returns what the audit log notes of an `up`."""
+    gateway = options.gateway
+    fields = {"text": spec.text, "file": spec.file, "base_dir": spec.base_dir}
+    address = {"host": gateway.host, "port": gateway.port, "insecure": gateway.insecure}
+    more = {"tls": gateway.tls_cert is not None} if spec.owns_ray else {"ray_address": spec.ray_address}
+    return {**fields, **address, **more}
+
+
+def _record_end(home: Home) -> None:
+    """Write that the fleet ends, for `down`, whose signal would be a second one."""
+    record = home.read_record()
+    if record is not None:
+        with contextlib.suppress(OSError):  # a full disk
+            home.write_record(msgspec.structs.replace(record, ending=True))
+
+
+def _start_warm_processes(home: Home, engines: Mapping[str, str | None]) -> None:
+    """Start those of the only host already, whose actor takes them over: they import while Ray starts."""
+    with (home.logs / "daemon.log").open("ab") as output:
+        processes = WarmProcesses(home.sockets, output=output.fileno())
+        processes.keep(engines)
+    os.environ[HANDED_OVER] = processes.handed_over()
+
+
+def _end_everything(home: Home, fleet: str) -> str | None:
+    """Kill the remaining processes, and remove the record. Returns what could not be removed, or None."""
+    pids = end_leftovers(home, fleet, LAST_DEADLINE_S)
+    if pids:
+        return f"processes do not exit: {', '.join(map(str, pids))}"
+    try:
+        home.forget_fleet()
+    except OSError as error:
+        return f"{home.record_file} cannot be removed: {error.strerror}"
+    return None
+
+
+def _start_spare_gateway(gateway: GatewaySettings, fleet: str) -> None:
+    from orchestrator.cluster.gateways import start_spare_gateway
+
+    with task_boundary(log, "no gateway stands by for one that dies"):
+        start_spare_gateway(gateway, fleet)
+
+
+def _with_addresses(record: FleetRecord, addresses: Mapping[str, Any]) -> FleetRecord:
+    dashboard = addresses.get("webui_url")
+    dashboard_url = f"http://{dashboard}" if dashboard else None
+    return msgspec.structs.replace(record, ray_address=addresses["gcs_address"], dashboard_url=dashboard_url)
+
+
+def _stored_record(fleet: str, go_on: Callable[[], object]) -> FleetRecord:
+    from orchestrator.cluster.ownership import record_of
+
+    while (record := record_of(fleet)) is None:
+        go_on()
+        time.sleep(POLL_S)
+    return record
 
 
 def report_if_possible(report: Callable[[str], None], line: str) -> None:

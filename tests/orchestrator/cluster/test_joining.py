@@ -26,7 +26,7 @@ from orchestrator.cluster.host_greeting import HostGreeting, unfit
 from orchestrator.cluster.machine_claims import MachineClaims, Member, bind_hosts, claims, lost_hosts, release_machines
 from orchestrator.cluster.ownership import ClusterOwner, only_fleet
 from orchestrator.cluster.reach import Sides, join, refuse_versions, refused
-from orchestrator.cluster.up import FleetStart, Up, UpOptions, refuse_version
+from orchestrator.cluster.up import FleetStart, Up, UpOptions, audit_fields, refuse_version
 from orchestrator.gateway.settings import GatewaySettings
 from orchestrator.process.addresses import free_port
 from orchestrator.process.failure import Failed
@@ -209,7 +209,7 @@ def test_up_waits_for_the_tokenizers_of_the_gateway_that_it_reports(up: Up, monk
     """Once the replicas are ready, as with a Ray of its own."""
     awaited: list[str] = []
     monkeypatch.setattr(up, "_start", lambda: None)
-    monkeypatch.setattr(up, "_stored_record", lambda: SimpleNamespace(url="http://head:8080"))
+    monkeypatch.setattr(up_module, "_stored_record", lambda *_: SimpleNamespace(url="http://head:8080"))
     monkeypatch.setattr(up_module, "wait_for_gateway", lambda url, between: awaited.append(url))
     up._follower.ready.set()
     up._line = up._audit.begin("up", "up", {}, by="me")
@@ -223,10 +223,10 @@ def test_up_waits_for_the_tokenizers_of_the_gateway_that_it_reports(up: Up, monk
 def test_the_audit_log_has_the_end_of_an_up_whose_fleet_was_ready(up: Up, event: Failed | str, status: str) -> None:
     """The fleet itself lives on, or ends by `down`, which has lines of its own."""
     up.home.prepare()
-    up._line = up._audit.begin("up", "up", up._audit_fields(), by="me")
+    up._line = up._audit.begin("up", "up", audit_fields(up._spec, up._options), by="me")
     up._note_ready()
     up._report_end(event)
-    assert "tls" not in up._audit_fields()
+    assert "tls" not in audit_fields(up._spec, up._options)
     assert Audit(up.home.audit).entries(10)[-1].status == status
 
 

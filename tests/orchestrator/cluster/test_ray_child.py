@@ -166,7 +166,7 @@ def test_a_failure_is_reported_and_audited_before_ray_shuts_down(daemon: Up, mon
     monkeypatch.setattr(daemon, "_start_ray", lambda: None)
     monkeypatch.setattr(daemon, "_start", fails)
     monkeypatch.setattr(daemon, "_take_down", shut_down)
-    monkeypatch.setattr(daemon, "_end_everything", lambda: None)
+    monkeypatch.setattr("orchestrator.cluster.up._end_everything", lambda *_: None)
     marks: list[bytes] = []
     with pytest.raises(Swallowed):
         daemon._live(lambda record: None, marks.append)
