@@ -39,7 +39,7 @@ from orchestrator.api.schemas import (
 from orchestrator.control.decisions.changes import Action, ModelChange, Tag, difference, replica_changes
 from orchestrator.control.decisions.decide import FleetDecision, FleetSnapshot, decide
 from orchestrator.control.decisions.host_demand import HostDemand, refusal, without_host
-from orchestrator.control.decisions.relocation import defragmentation, load_times, traffic
+from orchestrator.control.decisions.relocation import RunningFleet, defragmentation, load_times, traffic
 from orchestrator.control.decisions.rollout_step import DesiredModel, Goal, Situation, compute_goal
 from orchestrator.control.decisions.update_strategy import UpdateStrategy, choose_strategy
 from orchestrator.control.fleet_goal import situation_of, snapshot_of
@@ -263,15 +263,15 @@ def _planned_model(fleet: OperatedFleet, change: ModelChange, outlook: Outlook) 
 async def _defragmentation(fleet: OperatedFleet, spec_file: SpecFile, cores: int) -> DefragPreview:
     state = fleet.state
     situation = situation_of(state)
-    moves = await state.in_thread(
-        partial(defragmentation, quarantined=quarantined_cores(state), cordoned=cordoned_cores(state)),
-        spec_file.spec,
-        state.living_hosts,
-        spec_file.checkpoints,
+    running = RunningFleet(
         _running(fleet),
-        cores,
+        quarantined_cores(state),
+        cordoned_cores(state),
         load_s=load_times(situation),
         traffic=traffic(situation),
+    )
+    moves = await state.in_thread(
+        defragmentation, spec_file.spec, state.living_hosts, spec_file.checkpoints, running, cores
     )
     at = {"index": state.records.state.index, "revision": state.current.number}
     return msgspec.convert({**at, **moves}, DefragPreview)

@@ -100,9 +100,14 @@ def make_defrag(file: SpecFile | None, fleet: AdminClient | None, cores: int) ->
 def _without_fleet(file: SpecFile, cores: int) -> PlanResult:
     if file.spec is None or has_errors(file.problems):
         return _result(_empty(file.problems, cores), file.hosts, None)
-    from orchestrator.control.decisions.relocation import defragmentation  # takes 0.1 s; only --defrag needs it
+    from orchestrator.control.decisions.relocation import (  # takes 0.1 s; only --defrag needs it
+        RunningFleet,
+        defragmentation,
+    )
 
-    running = [placement.running for placement in place(file.spec, file.hosts, file.checkpoints).placements]
+    running = RunningFleet(
+        [placement.running for placement in place(file.spec, file.hosts, file.checkpoints).placements]
+    )
     data = {"index": None, "revision": None, **defragmentation(file.spec, file.hosts, file.checkpoints, running, cores)}
     data["problems"] = [*(problem.as_dict() for problem in file.problems), *data["problems"]]
     return _result(data, file.hosts, file.spec)

@@ -29,6 +29,7 @@ from orchestrator.control.gateway_reports import LiveRequests, LoadHistory
 from orchestrator.control.gateways import Gateways
 from orchestrator.control.host_conditions import hosts_leaving, replicas_replaced
 from orchestrator.control.host_requests import HostRequests
+from orchestrator.control.host_status import host_statuses
 from orchestrator.control.host_watch import HostWatch
 from orchestrator.control.replica_life import ReplicaLives
 from orchestrator.control.replica_table import ReplicaTable
@@ -349,6 +350,7 @@ class Controller:
 
     def status(self) -> FleetStatus:
         """Returns the status of the fleet."""
+        nodes = {name: report.node for name, report in self.hosts.reports.items()}
         return status(
             self.state,
             self._conditions,
@@ -356,8 +358,7 @@ class Controller:
             log_of=self._home.log,
             scaling_of=self.scaler.status,
             gateways=self.gateways.status(),
-            nodes={name: report.node for name, report in self.hosts.reports.items()},
-            requests=self.gateways.requests(),
+            hosts=host_statuses(self.state, nodes, self.gateways.requests()),
         )
 
     async def metrics(self, place: str = "") -> list[MetricFamily]:

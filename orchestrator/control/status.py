@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -182,11 +182,9 @@ def status(
     log_of: Callable[[str, int], Path],
     scaling_of: Callable[[ModelSpec], ScalingStatus],
     gateways: list[GatewayInFleet],
-    nodes: Mapping[str, str | None],
-    requests: Mapping[str, int],
+    hosts: list[HostInFleet],
 ) -> FleetStatus:
-    """Returns the status of the fleet. ``nodes`` are the Ray nodes, and ``requests`` those in the gateways, by host."""
-    hosts = host_statuses(state, nodes, requests)
+    """Returns the status of the fleet."""
     return FleetStatus(
         name=state.current.spec.name,
         ready=ready,

@@ -6,7 +6,7 @@ Pure.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -106,31 +106,28 @@ def _costs(situation: Situation) -> dict[str, float]:
     return move_costs(situation.spec, load_times(situation), traffic(situation))
 
 
-_NONE: Mapping[str, Any] = MappingProxyType({})
+@dataclass(frozen=True)
+class RunningFleet:
+    """What runs on the hosts now, for `defragmentation`; ``load_s`` and ``traffic`` are those of `move_costs`."""
+
+    replicas: Sequence[Running]
+    quarantined: Mapping[str, frozenset[int]] = field(default_factory=lambda: MappingProxyType({}))
+    cordoned: Mapping[str, frozenset[int]] = field(default_factory=lambda: MappingProxyType({}))
+    load_s: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    traffic: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
 
 
 def defragmentation(
-    spec: Spec,
-    hosts: Sequence[Host],
-    checkpoints: Mapping[str, Checkpoint],
-    running: Sequence[Running],
-    cores: int,
-    *,
-    quarantined: Mapping[str, frozenset[int]] = _NONE,
-    cordoned: Mapping[str, frozenset[int]] = _NONE,
-    load_s: Mapping[str, float] = _NONE,
-    traffic: Mapping[str, float] = _NONE,
+    spec: Spec, hosts: Sequence[Host], checkpoints: Mapping[str, Checkpoint], fleet: RunningFleet, cores: int
 ) -> dict[str, Any]:
-    """Returns the window and its moves; a window of None and a problem if there is none.
-
-    ``load_s`` and ``traffic`` are those of `relocation.move_costs`.
-    """
-    costs = move_costs(spec, load_s, traffic)
-    blocked = merged(quarantined, cordoned)
-    window = defragment(spec, hosts, checkpoints, running, blocked, cores=cores, costs=costs)
+    """Returns the window of so many cores and its moves; a window of None and a problem if there is none."""
+    load_s = fleet.load_s
+    costs = move_costs(spec, load_s, fleet.traffic)
+    blocked = merged(fleet.quarantined, fleet.cordoned)
+    window = defragment(spec, hosts, checkpoints, fleet.replicas, blocked, cores=cores, costs=costs)
     moves = window.moves if window is not None else ()
-    placements = _after(spec, hosts, running, moves)
-    book = ledger(spec, hosts, Plan(placements), checkpoints, {}, quarantined, cordoned)
+    placements = _after(spec, hosts, fleet.replicas, moves)
+    book = ledger(spec, hosts, Plan(placements), checkpoints, {}, fleet.quarantined, fleet.cordoned)
     measured = [load_s[move.after.model] for move in moves if move.after.model in load_s]
     return {
         "cores": cores,

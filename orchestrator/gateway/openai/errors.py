@@ -28,7 +28,6 @@ class ApiError(Exception):
         param: str | None = None,
         retry_after_s: int | None = None,
         allow: str | None = None,
-        decision: bytes | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -38,7 +37,7 @@ class ApiError(Exception):
         self.param = None if param is None else param[:MAX_PARAM_CHARACTERS]
         self.retry_after_s = retry_after_s
         self.allow = allow  # the methods of the route
-        self.decision = decision  # the value of `x-corewright-decision`, if the client requested it
+        self.decision: bytes | None = None  # the value of `x-corewright-decision`, if the client requested it
 
     def body(self) -> dict[str, Any]:
         """Returns the JSON value, `{"error": {...}}`."""
@@ -54,7 +53,7 @@ class ApiError(Exception):
 
     def explained(self, decision: bytes) -> ApiError:
         """Returns the error for a client that requested the decision."""
-        return ApiError(
+        error = ApiError(
             self.status,
             self.message,
             type=self.type,
@@ -62,8 +61,9 @@ class ApiError(Exception):
             param=self.param,
             retry_after_s=self.retry_after_s,
             allow=self.allow,
-            decision=decision,
         )
+        error.decision = decision
+        return error
 
     def headers(self) -> dict[str, str]:
         headers = {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.control.decisions.relocation import defragmentation
+from orchestrator.control.decisions.relocation import RunningFleet, defragmentation
 from placements.facts.core_range import CoreRange
 from placements.facts.topology import TOPOLOGIES, Host
 from placements.planner.plan import Running
@@ -19,7 +19,7 @@ SCATTERED = tuple(Running("small", i, HOST, CoreRange(core, core)) for i, core i
 
 
 def freed(cores: int, hosts: tuple[Host, ...] = HOSTS, **state: Any) -> dict[str, Any]:
-    return defragmentation(SPEC, hosts, {}, SCATTERED, cores, **state)
+    return defragmentation(SPEC, hosts, {}, RunningFleet(SCATTERED, **state), cores)
 
 
 def test_one_move_opens_a_window_of_eight_cores() -> None:
@@ -58,7 +58,7 @@ def test_the_replica_of_the_model_with_the_least_traffic_moves() -> None:
     """The moves of both models would open a window."""
     models = tuple(ModelSpec(name=name, source="./m", tp_degree=2) for name in ("busy", "quiet"))
     running = [Running("busy", 0, HOST, CoreRange(2, 3)), Running("quiet", 0, HOST, CoreRange(8, 9))]
-    preview = defragmentation(Spec(models=models), HOSTS, {}, running, 8, traffic={"busy": 5.0})
+    preview = defragmentation(Spec(models=models), HOSTS, {}, RunningFleet(running, traffic={"busy": 5.0}), 8)
     assert [move["model"] for move in preview["moves"]] == ["quiet"]
 
 
