@@ -43,10 +43,14 @@ class AdapterUpdates:
         self._wake = wake
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by model
         self._failed: dict[str, _Failed] = {}  # by model
+        self._matching: tuple[int, int] | None = None  # changes of views and revision, with the adapters of the spec
 
     def round(self) -> None:
         """Start a change for each model that needs one."""
         state = self._state
+        seen = state.views.changes, state.current.number
+        if seen == self._matching:
+            return
         for model in state.current.spec.models:
             failed = self._failed.get(model.name)
             due = failed is None or failed.sources != model.adapter_places or state.clock() >= failed.retry_at
@@ -54,6 +58,7 @@ class AdapterUpdates:
                 task = asyncio.get_running_loop().create_task(self._change(model))
                 self._tasks[model.name] = task
                 task.add_done_callback(partial(self._ended, model.name))
+        self._matching = None if self._tasks or self._failed else seen
 
     def stop(self) -> None:
         """Cancel all changes."""

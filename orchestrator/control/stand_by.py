@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Mapping
 from typing import cast
 
 from orchestrator.control.decisions.effects import ClusterClient
@@ -27,16 +28,17 @@ class StandBy:
 
     def round(self) -> None:
         """Update the hosts that are due."""
-        now = self._state.clock()
-        for host in self._state.living_hosts:
-            if self._due.get(host.name, now) <= now and host.name not in self._updates:
-                self._due[host.name] = now + PERIOD_S
-                self._updates[host.name] = asyncio.get_running_loop().create_task(self._update(host.name))
+        now, names = self._state.clock(), [host.name for host in self._state.living_hosts]
+        due = [name for name in names if self._due.get(name, now) <= now and name not in self._updates]
+        engines = self._warm_engines() if due else {}
+        for name in due:
+            self._due[name] = now + PERIOD_S
+            self._updates[name] = asyncio.get_running_loop().create_task(self._update(name, engines))
 
-    async def _update(self, host: str) -> None:
+    async def _update(self, host: str, engines: Mapping[str, str | None]) -> None:
         try:
             with task_boundary(log, "%s is not kept ready for starts; this is retried", host, level=logging.WARNING):
-                await self._cluster.stand_by(host, self._warm_engines())
+                await self._cluster.stand_by(host, engines)
         finally:
             del self._updates[host]
 

@@ -89,12 +89,11 @@ def reconcile(
         ending = replica.state in ENDING
         serving = replica.state in (State.READY, State.DRAINING)
         starting = replica.state in STARTING
-        drained_for = observed.now - replica.since
-        draining = replica.state is State.DRAINING
-        overdrawn = observed.settled and draining and drained_for > replica.deadlines.drain_s + DRAIN_GRACE_S
+        draining = replica.state is State.DRAINING and observed.settled
+        overdrawn = draining and observed.now - replica.since > replica.deadlines.drain_s + DRAIN_GRACE_S
         if ending and not replica.gone:  # 1
             actions.append(Release(replica))
-        elif serving and observed.settled and replica.step_s > replica.deadlines.step_s:  # 2
+        elif serving and replica.step_s > replica.deadlines.step_s and observed.settled:  # 2
             fault = f"step-stuck: one engine step has run for {replica.step_s:.0f} s"
             actions.append(Fail(replica, f"{fault}, the deadline is {replica.deadlines.step_s:.0f} s"))
         elif overdrawn:  # 2b
@@ -123,9 +122,8 @@ def reconcile(
 
 
 def _matches(replica: ReplicaView, target: ReplicaTarget, replaced: frozenset[tuple[str, int]]) -> bool:
-    return (replica.host, replica.cores, replica.version) == (target.host, target.cores, target.version) and (
-        target.placement is None or (replica.id, replica.epoch) not in replaced
-    )
+    kept = replica.host == target.host and replica.cores == target.cores and replica.version == target.version
+    return kept and (not replaced or target.placement is None or (replica.id, replica.epoch) not in replaced)
 
 
 def _has_used_cores(target: ReplicaTarget, used: Mapping[str, frozenset[int]]) -> bool:
