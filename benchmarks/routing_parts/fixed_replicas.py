@@ -7,9 +7,9 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from orchestrator.dispatch.dispatcher import Dispatcher
-from orchestrator.simulate.scenario import SimModel
-from orchestrator.simulate.simulated_queue import Measured, SimLink, SimLinks, SimulatedQueue
-from orchestrator.simulate.simulated_replica import Arrival, SimReplica, SimRequest
+from orchestrator.simulate.scenario import Arrival, SimModel
+from orchestrator.simulate.simulated_queue import Measured, SimLinks, SimulatedQueue
+from orchestrator.simulate.simulated_replica import SimLink, SimReplica, SimRequest
 from orchestrator.simulate.virtual_clock import Clock
 
 Router = Callable[[Sequence[SimReplica], SimRequest], "SimReplica | None"]

@@ -11,8 +11,8 @@ from statistics import mean
 
 from benchmarks.routing_parts.fixed_replicas import serve_fixed
 from benchmarks.scaling_parts.scenarios import sim_model
-from orchestrator.simulate.scenario import SimModel
-from orchestrator.simulate.simulated_replica import Arrival, SimReplica
+from orchestrator.simulate.scenario import Arrival, SimModel
+from orchestrator.simulate.simulated_replica import SimReplica
 from orchestrator.simulate.workload import Lengths
 
 MODEL = "llama-2-7b"

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from heapq import merge
 from random import Random
 
-from orchestrator.simulate.scenario import SimModel
-from orchestrator.simulate.simulated_replica import Arrival
+from orchestrator.simulate.scenario import Arrival, SimModel
 
 SECONDS = 2400.0
 WARM_UP_S = 900.0  # at the beginning, which is not measured

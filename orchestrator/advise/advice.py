@@ -14,9 +14,8 @@ from orchestrator.control.resolve.spec_file import SpecFile, judge, this_machine
 from orchestrator.process.failure import Failed
 from orchestrator.simulate.report import Summary
 from orchestrator.simulate.run import Fixed, simulate
-from orchestrator.simulate.scenario import SimModel, scenario_of
+from orchestrator.simulate.scenario import Arrival, SimModel, scenario_of
 from orchestrator.simulate.simulated_queue import Measured
-from orchestrator.simulate.simulated_replica import Arrival
 from orchestrator.simulate.workload import Lengths, Workload
 from placements.facts.checkpoints import Checkpoint
 from placements.facts.engines import Engine

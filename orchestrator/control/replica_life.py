@@ -20,7 +20,7 @@ from orchestrator.control.fleet_state import FleetState
 from orchestrator.control.host_watch import HostWatch
 from orchestrator.control.record_writer import Level
 from orchestrator.control.replica_table import ReplicaStart, ReplicaTable, Superseded, Turn
-from orchestrator.control.resolve.config_builder import replica_config
+from orchestrator.control.resolve.resolved_revision import replica_config
 from orchestrator.control.start_steps import RemainingTime, StartFailed, StartSteps, lead_of
 from orchestrator.messages.replica_states import AHEAD, ENDING, STARTING, Signal, State
 from orchestrator.messages.route_table import remote_address

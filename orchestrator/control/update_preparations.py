@@ -15,7 +15,7 @@ from orchestrator.control.decisions.snapshot import LOOKING_S
 from orchestrator.control.fleet_state import FleetState
 from orchestrator.control.host_watch import HostWatch
 from orchestrator.control.record_writer import Level
-from orchestrator.control.resolve.config_builder import replica_config
+from orchestrator.control.resolve.resolved_revision import replica_config
 from orchestrator.control.start_steps import StartFailed, StartSteps
 from orchestrator.process.home import Home
 from workers.artifacts.fetch.progress import FetchStatus

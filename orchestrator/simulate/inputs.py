@@ -14,8 +14,7 @@ from orchestrator.control.resolve.spec_file import SpecFile
 from orchestrator.process.failure import Failed
 from orchestrator.simulate.report import span
 from orchestrator.simulate.run import Fixed, Joint, Outcome, simulate
-from orchestrator.simulate.scenario import BEGINS, Scenario, scenario_of
-from orchestrator.simulate.simulated_replica import Arrival
+from orchestrator.simulate.scenario import BEGINS, Arrival, Scenario, scenario_of
 from orchestrator.simulate.speeds import read_speeds
 from orchestrator.simulate.trace_file import MOST_TOKENS, by_model, fit_lengths, read_trace
 from orchestrator.simulate.workload import Workload

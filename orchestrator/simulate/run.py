@@ -12,10 +12,9 @@ from orchestrator.scaling.autoscaler import FleetNow, ModelNow, Targets, autosca
 from orchestrator.scaling.demand_report import AUTOSCALE_S
 from orchestrator.scaling.forecast import Counts, History, Load
 from orchestrator.scaling.schedules import bounds
-from orchestrator.simulate.scenario import Scenario, SimModel
+from orchestrator.simulate.scenario import Arrival, Scenario, SimModel
 from orchestrator.simulate.simulated_fleet import Change, Holder, SimFleet, SimulatedPhase
 from orchestrator.simulate.simulated_queue import Measured, SimulatedQueue
-from orchestrator.simulate.simulated_replica import Arrival
 from orchestrator.simulate.virtual_clock import Clock
 from placements.planner.capacity import Place, needs
 from placements.planner.host_pool import HostPool

@@ -6,6 +6,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from orchestrator.control.decisions.host_demand import START_S
 from orchestrator.control.resolve.spec_file import SpecFile
@@ -28,6 +29,18 @@ from workers.messages.encoder_protocol import EncoderSpec
 BEGINS = 1_767_571_200.0  # Monday, 2026-01-05, in UTC
 TYPICAL_PROMPT = 512  # tokens
 DEFAULT_OBJECTIVES = Objectives(ttft_ms=2000.0)
+
+
+class Arrival(NamedTuple):
+    """One request of a trace."""
+
+    at: float  # seconds since the beginning of the trace
+    model: str
+    prompt_tokens: int
+    output_tokens: int
+    key: str = ""  # the id of the API key; "" without one
+    priority: int = 0
+    session: str = ""
 
 
 @dataclass(frozen=True)

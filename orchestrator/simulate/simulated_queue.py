@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
 from orchestrator.dispatch.dispatcher import Dispatcher, Refusal
-from orchestrator.dispatch.prefix_index import PrefixIndex
-from orchestrator.dispatch.replica_choice import Pace
 from orchestrator.scaling.forecast import Counts
-from orchestrator.simulate.scenario import SimModel
-from orchestrator.simulate.simulated_replica import Arrival, SimReplica, SimRequest
+from orchestrator.simulate.scenario import Arrival, SimModel
+from orchestrator.simulate.simulated_replica import SimLink, SimReplica, SimRequest
 from orchestrator.simulate.virtual_clock import Clock
 
 
@@ -43,45 +41,6 @@ class Measured:
     def attainment(self) -> float:
         """The fraction of the requests that were answered within the objectives; 1.0 without requests."""
         return self.attained / self.arrived if self.arrived else 1.0
-
-
-@dataclass(slots=True, eq=False)
-class SimLink:
-    """The requests of one gateway on a replica (see `orchestrator.gateway.serving.replica_link`)."""
-
-    replica: SimReplica
-    gateway: int
-    clock: Clock
-    idle: bool = True  # it has had no token since it had no request
-    live: int = 0
-    prefilling: int = 0  # requests without a token
-    pace: float = 0.0  # seconds per token, the value of ``tracked``
-    tracked: Pace = field(default_factory=Pace)
-    prefixes: PrefixIndex | None = None  # prompts have no tokens here
-    id: str = field(init=False)
-    free_slots: int = field(init=False)  # 0 between a BUSY and the next free slot
-
-    def __post_init__(self) -> None:
-        self.id = str(self.replica.index)
-        self.free_slots = self.replica.slots
-
-    def stepped_at(self) -> float:
-        """Returns the end of the replica's last step, as the gateway sees it by the tokens; -inf while it is idle."""
-        if self.idle:
-            return -math.inf
-        replica = self.replica
-        base, step_s = replica.base, replica.step_s
-        return base if replica.prefill else base + (self.clock.now - base) // step_s * step_s
-
-    @property
-    def progress(self) -> Iterator[tuple[SimRequest, int]]:
-        """Its requests, with the tokens that each has so far."""
-        return (item for item in self.replica.progress(self.clock.now) if item[0].link is self)
-
-    @property
-    def bounds(self) -> list[float]:
-        """Not known: traces have no max_tokens."""
-        return [math.inf] * self.live
 
 
 class SimLinks(list[SimLink]):

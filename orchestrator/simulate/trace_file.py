@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TextIO
 
 from orchestrator.process.durations import moment
-from orchestrator.simulate.simulated_replica import Arrival
+from orchestrator.simulate.scenario import Arrival
 from orchestrator.simulate.workload import cut_pair
 from placements.spec.problems import Problem
 

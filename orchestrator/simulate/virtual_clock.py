@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from heapq import heappop, heappush
 from typing import Any
 
-from orchestrator.simulate.simulated_replica import Arrival
+from orchestrator.simulate.scenario import Arrival
 
 
 class Clock:

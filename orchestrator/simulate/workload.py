@@ -12,7 +12,7 @@ from importlib import resources
 from random import Random
 from typing import Literal, get_args
 
-from orchestrator.simulate.simulated_replica import Arrival
+from orchestrator.simulate.scenario import Arrival
 
 Kind = Literal["poisson", "gamma", "diurnal", "onoff", "mixed"]
 KINDS: tuple[Kind, ...] = get_args(Kind)

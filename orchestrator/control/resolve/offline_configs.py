@@ -12,9 +12,8 @@ import msgspec
 
 from orchestrator.control.journal.journal_records import Revision
 from orchestrator.control.resolve.checkpoint_reader import SourcePart
-from orchestrator.control.resolve.config_builder import replica_config
 from orchestrator.control.resolve.engine_resolution import resolve_engine
-from orchestrator.control.resolve.resolved_revision import resolve_revision
+from orchestrator.control.resolve.resolved_revision import replica_config, resolve_revision
 from orchestrator.control.resolve.spec_file import SpecFile
 from orchestrator.process.failure import Failed
 from orchestrator.process.home import Home

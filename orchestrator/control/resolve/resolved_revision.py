@@ -24,10 +24,14 @@ from orchestrator.control.resolve.checkpoint_reader import (
     source_query,
     tokenizer_key,
 )
+from orchestrator.control.resolve.config_builder import unplaced_config
+from orchestrator.messages.controller_settings import ControllerSettings
+from orchestrator.process.home import Home
 from placements.facts.adapters import Adapter
 from placements.facts.checkpoints import Checkpoint
-from placements.facts.engines import Engine, resolve
+from placements.facts.engines import SERVER_ENGINES, Engine, resolve
 from placements.facts.topology import Host, Machine
+from placements.planner.placement import Placement
 from placements.planner.plan import plan
 from placements.planner.spec_hosts import HostGroup, host_groups, hosts_for
 from placements.rules.checks import check
@@ -36,7 +40,7 @@ from placements.spec.parse import parse
 from placements.spec.problems import has_errors
 from placements.spec.schema import ModelSpec, Spec
 from placements.spec.yaml_tree import read
-from workers.messages.replica_config import ADAPTERS, SOURCE, Keys, Origin, ReplicaConfig
+from workers.messages.replica_config import ADAPTERS, DRAFT, SOURCE, Keys, Origin, ReplicaConfig
 
 if TYPE_CHECKING:
     from workers.artifacts.sources.source_metadata import Metadata
@@ -238,3 +242,50 @@ def revert_changes(
     if has_errors(problems) or any(revision.required for revision in ever.unplaced):
         return None
     return generation, numbers
+
+
+def replica_config(
+    generation: ResolvedRevision,
+    placement: Placement,
+    home: Home,
+    fleet: ControllerSettings | None = None,
+) -> ReplicaConfig:
+    """Returns the configuration of a replica without an epoch and a socket; ``fleet`` None: it gets no requests.
+
+    Remote sources are still to be fetched (`artifact_fetcher.py`).
+    """
+    model = generation.spec.model(placement.model)
+    assert model is not None
+    index, host = next((i, host) for i, host in enumerate(generation.hosts) if host.name == placement.host)
+    engine = generation.engines[model.name]
+    over_tcp = fleet is not None and fleet.data_plane == "tcp"
+    return msgspec.structs.replace(
+        unplaced_config(
+            model,
+            engine,
+            source=generation.source(model),
+            draft_source=generation.draft_source(model),
+            length=generation.length(model),
+        ),
+        replica=placement.replica,
+        host=placement.host,
+        revision=generation.commit(model),
+        draft_revision=None if model.draft is None else generation.commit(model, DRAFT),
+        adapter_origins=generation.adapter_origins(model),
+        cores=[] if placement.cores is None else list(placement.cores),
+        claims=str(home.claims(index)) if host.emulated else None,
+        env=dict(placement.env),
+        log=str(home.log(model.name, placement.replica)),
+        token="" if fleet is None else fleet.token,
+        listen="tls" if over_tcp else "",
+        uses_socket=not over_tcp,
+        credentials=None if fleet is None else fleet.replica,
+        compiled=str(home.compiled),
+        python=None if engine in SERVER_ENGINES else generation.spec.python_for(engine),
+        warm=generation.spec.is_warm(engine),
+        server_python=generation.spec.python_for(engine) if engine in SERVER_ENGINES else None,
+        server_launch=generation.spec.launch_of(engine) if engine in SERVER_ENGINES else [],
+        start_s=model.deadlines.start_s + model.deadlines.compile_s if engine in SERVER_ENGINES else 0.0,
+        version=generation.versions[model.name],
+        tokenizer=generation.tokenizers[model.name],
+    )

@@ -22,8 +22,8 @@ from orchestrator.gateway.serving.ticket import SchedulingParameters, Ticket
 from orchestrator.messages.replica_states import ModelState
 from orchestrator.messages.route_table import ModelRoutes, Route
 from orchestrator.process.version import corewright_version
-from orchestrator.simulate.scenario import SimModel
-from orchestrator.simulate.simulated_replica import Arrival, SimReplica, SimRequest
+from orchestrator.simulate.scenario import Arrival, SimModel
+from orchestrator.simulate.simulated_replica import SimReplica, SimRequest
 from tests.orchestrator.simulate.test_kernel import BUCKETS, TimedEngine
 from workers.batching.batcher import Batcher
 from workers.messages.requests import GenerateRequest, TokenEvent

@@ -14,8 +14,7 @@ from orchestrator.cli import trace as command
 from orchestrator.cli.main import run
 from orchestrator.control.resolve.spec_file import load
 from orchestrator.simulate.run import Joint, simulate
-from orchestrator.simulate.scenario import scenario_of
-from orchestrator.simulate.simulated_replica import Arrival
+from orchestrator.simulate.scenario import Arrival, scenario_of
 
 SPEC = """\
 hosts: {emulate: inf2.48xlarge}

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from benchmarks.routing_parts.fixed_replicas import serve_fixed
 from benchmarks.scaling_parts.scenarios import sim_model
-from orchestrator.simulate.scenario import SimModel
-from orchestrator.simulate.simulated_replica import Arrival, SimEncoder
+from orchestrator.simulate.scenario import Arrival, SimModel
+from orchestrator.simulate.simulated_replica import SimEncoder
 from tests.searches import search
 from workers.batching.encode_batcher import EncodeBatcher
 from workers.messages.encoder_protocol import EncodeInput, EncoderSpec

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from benchmarks.routing_parts.fixed_replicas import serve_fixed
 from benchmarks.scaling_parts.scenarios import sim_model
-from orchestrator.simulate.scenario import SimModel
+from orchestrator.simulate.scenario import Arrival, SimModel
 from orchestrator.simulate.simulated_queue import Measured
-from orchestrator.simulate.simulated_replica import Arrival, SimReplica, SimRequest
+from orchestrator.simulate.simulated_replica import SimReplica, SimRequest
 from orchestrator.simulate.virtual_clock import Clock
 from tests.searches import search
 from workers.batching.batcher import Batcher

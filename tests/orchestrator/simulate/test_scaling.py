@@ -17,9 +17,8 @@ from benchmarks.scaling_parts.scenarios import scenario_of, sim_model
 from orchestrator.scaling.autoscaler import FleetNow, Targets
 from orchestrator.scaling.forecast import Load
 from orchestrator.simulate.run import Fixed, Joint, Outcome, simulate
-from orchestrator.simulate.scenario import SimModel
+from orchestrator.simulate.scenario import Arrival, SimModel
 from orchestrator.simulate.simulated_fleet import SimulatedPhase
-from orchestrator.simulate.simulated_replica import Arrival
 from orchestrator.simulate.workload import Workload
 from tests.searches import search
 

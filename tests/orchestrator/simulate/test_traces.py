@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.process.failure import Failed
-from orchestrator.simulate.simulated_replica import Arrival
+from orchestrator.simulate.scenario import Arrival
 from orchestrator.simulate.speeds import measured_speeds, parse_speeds
 from orchestrator.simulate.trace_file import MAX_PROBLEMS, InvalidTrace, fit_lengths, read_trace
 from orchestrator.simulate.workload import KINDS, Kind, Lengths, Workload

@@ -10,8 +10,7 @@ import pytest
 
 from orchestrator.control.decisions.changes import Tag, difference, interpreters, tag_of, version_of
 from orchestrator.control.journal.journal_records import Revision
-from orchestrator.control.resolve.config_builder import replica_config
-from orchestrator.control.resolve.resolved_revision import ResolvedRevision
+from orchestrator.control.resolve.resolved_revision import ResolvedRevision, replica_config
 from orchestrator.process.home import Home
 from placements.facts.engines import Engine
 from placements.facts.topology import TOPOLOGIES, Host
