@@ -27,7 +27,10 @@ CORE_RESOURCE = re.compile("nc[0-9]+")
 
 
 def core_resources(cores: int) -> dict[str, float]:
-    """Returns a node's custom resources: one per NeuronCore, so that Ray itself rejects a second actor on a core."""
+    """Returns a node's custom resources: one per NeuronCore, so that Ray itself rejects a second actor on a core.
+
+    Ray's own `neuron_cores` is not used: it is not contiguous, and it rewrites NEURON_RT_VISIBLE_CORES.
+    """
     return {f"nc{core}": 1 for core in range(cores)}
 
 

@@ -234,7 +234,8 @@ class Controller:
     # Actions
 
     def _apply(self, action: Action) -> None:
-        """Record the action and change the state; its effects wait until the record is on disk."""
+        """Record the action and change the state. Its effects on processes wait until the record is on disk. Fetches
+        and compilations do not: they can be repeated."""
         match action:
             case Start(target, previous):
                 view = self.replicas.start(target, previous)

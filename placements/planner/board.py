@@ -66,7 +66,7 @@ class Space:
     grid: Grid
     free: int
     allowed: int  # cores that may become free: neither reserved nor quarantined
-    idle: int = 0  # cores of unused pins
+    idle: int = 0  # cores of unused pins, avoided so that a pin with a quarantined core finds another
     memory: float = NEVER
     cpus: float = NEVER
     tenants: list[Tenant] = field(default_factory=list)

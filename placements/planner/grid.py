@@ -169,7 +169,7 @@ def _grid_starts(grid: Grid, degree: int) -> int:
 
 def _preferred_is_enough(grid: Grid, run: CoreRange, degree: int) -> bool:
     """Returns whether the preferred starts in this run hold as many ranges as the legal starts do, of the degree and of
-    every one that shifts with it."""
+    every one that shifts with it. On cores 2-13, those of degree 4 would hold two ranges instead of three."""
 
     def held(degree: int, step: int) -> int:
         return max(0, (run.last + 1 - -(-run.first // step) * step) // degree)

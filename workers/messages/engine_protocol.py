@@ -163,6 +163,8 @@ class DraftingEngine(VerifyingEngine, Protocol):
 class DeviceSampling:
     """How a slot's next tokens are drawn on the device. Greedy is ``top_k`` 1.
 
+    Host or device is a property of the model, not of a request: a graph that samples returns no logits.
+
     On NxD Inference ``top_k`` -1 draws evenly from the ids that the device compares, and 0 does so or is rejected, by
     version. So "no top_k" is the largest.
     """

@@ -74,7 +74,7 @@ def _ctl(method: M) -> M:
 
 
 class Replica:
-    """The actor class. ``ray_cluster.py`` names it after the model, for Ray's dashboard."""
+    """The actor class. ``orchestrator/cluster/replicas.py`` names it after the model, for Ray's dashboard."""
 
     def __init__(self, config: ReplicaConfig) -> None:
         self._config = config

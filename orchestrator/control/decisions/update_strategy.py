@@ -53,6 +53,8 @@ def _choose(situation: Situation, name: str, goal: Goal | None) -> UpdateStrateg
     3. in_place, if no replica of the model serves now                                          no further outage
     4. hold, if the predicted swap takes at most ``max_swap_s``                                 requests wait
     5. in_place                                                                                 requests are rejected
+
+    The order is fixed, not by the predicted outage: 1 and 2 both predict none, and differ in the cores that they take.
     """
     desired = situation.desired_models[name]
     requested = desired.model.update.strategy
