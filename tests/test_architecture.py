@@ -334,7 +334,7 @@ BOUNDARIES = (
     "orchestrator/control/",
     "orchestrator/gateway/generation.py",
     "orchestrator/gateway/http/connection.py",
-    "orchestrator/gateway/serving/replica_link.py",
+    "orchestrator/gateway/serving/model_queue.py",
     "orchestrator/process/logs.py",
     "workers/compiling/build.py",
     "workers/engines/package_contract.py",

@@ -22,6 +22,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 PACKAGES = tuple(f"{ROOT}/{package}/" for package in ("orchestrator", "placements", "workers"))
 PLAN, PARSE = ("placements/planner/plan.py", "plan"), ("placements/spec/parse.py", "parse")
+CHATS = 5
 BUDGETS = {  # files, functions, plans, parses
     "apply": (45, 300, 2, 1),
     "settled": (45, 300, 2, 1),
@@ -87,9 +88,11 @@ def applied(*, settled: bool = False) -> Way:
 
 
 def chatted() -> Way:
-    """Returns the way of a streamed chat of five tokens."""
+    """Returns the way of a streamed chat of five tokens, without the start and the end of the gateway and the
+    replica."""
     import httpx
 
+    from tests.fleet import until
     from tests.orchestrator.gateways import LiveGateway, routes
     from tests.served import Served
 
@@ -100,13 +103,18 @@ def chatted() -> Way:
         gateway.serve(routes("m", replica))
         body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5, "stream": True}
         httpx.post(f"{gateway.url}/v1/chat/completions", json=body)  # lazy imports and caches
-        way.calls.clear()
-        httpx.post(f"{gateway.url}/v1/chat/completions", json=body)
+        ways: list[Way] = []
+        for number in range(CHATS):
+            until(lambda: gateway.connections == 0, 10, f"the connection {number} has ended")
+            way.calls.clear()
+            httpx.post(f"{gateway.url}/v1/chat/completions", json=body)
+            until(lambda: gateway.connections == 0, 10, f"the connection {number + 1} has ended")
+            ways.append(Way(Counter(way.calls)))
     finally:
         threading.setprofile(None)
         gateway.close()
         replica.close()
-    return way
+    return min(ways, key=lambda way: way.figures)  # what the gateway does once a second may fall into a chat
 
 
 def main(arguments: list[str]) -> None:

@@ -31,7 +31,7 @@ class RoutedQueue(SimulatedQueue):
 
 class _RoutedDispatcher(Dispatcher[SimRequest, SimLink]):
     def __init__(self, queue: RoutedQueue, links: SimLinks, router: Router) -> None:
-        super().__init__(queue.model.queue, links, queue, stepped_at=SimLink.stepped_at)
+        super().__init__(queue.model.queue, links, queue)
         self._replicas, self._all_links, self._router = queue.replicas, links, router
 
     def link_for(self, entry: SimRequest, now: float) -> SimLink | None:

@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from orchestrator.dispatch.fair_queue import FairQueue, Order, QueuedRequest, QueueFull
-from orchestrator.dispatch.headroom import Headroom
-from orchestrator.dispatch.prefix_index import Chain, PrefixIndex, Sessions, chain
-from orchestrator.dispatch.replica_choice import Candidate, choose
-from orchestrator.dispatch.wait_prediction import WaitPrediction
+from orchestrator.dispatch.replica_choice import LEAST_PREFIX, Candidate, Chain, PrefixIndex, Sessions, chain, choose
+from orchestrator.dispatch.wait_prediction import FIRST_SERVICE_S, MEAN_SHARE, predicted_wait_s
 
-LEAST_PREFIX = 0.25  # share of a prompt that must be cached for its replica to be preferred
 TIMER_S = 0.001  # a timer may fire this much before its time
+WINDOW_S = 60.0  # of the peaks that the headroom follows
+MOST_CLASSES = 64  # priorities that are counted; clients choose the numbers
 
 
 class Entry(QueuedRequest, kw_only=True):
@@ -148,22 +147,13 @@ class Dispatcher(Generic[E, L]):
     """The waiting requests of one model in one gateway: a line for the model, and a second one for a canary version,
     whose requests are drawn at random. Times are in seconds of one monotonic clock."""
 
-    def __init__(
-        self,
-        settings: QueueSettings,
-        links: Links[L],
-        effects: Effects[E, L],
-        *,
-        stepped_at: Callable[[L], float],
-    ) -> None:
-        """``stepped_at`` returns when a replica ended its last step."""
-        self.waits = WaitPrediction()
+    def __init__(self, settings: QueueSettings, links: Links[L], effects: Effects[E, L]) -> None:
+        self.mean_service_s = FIRST_SERVICE_S  # of one request in a slot; an exponential average
         self.headroom = Headroom()
         self.blocked: Callable[[E], bool] | None = None  # whether a waiting request may not be sent yet
         self._settings = settings
         self._links = links
         self._effects = effects
-        self._stepped_at = stepped_at
         self._weights: dict[str, float] = {}  # of the tenants with requests so far
         self._shared = False  # more than one tenant has sent requests: only then are tokens counted
         self._sessions: Sessions[str] = Sessions()
@@ -195,7 +185,7 @@ class Dispatcher(Generic[E, L]):
             entry.carried = entry.charged
         self._open_lines()
         for entry in sorted(waiting, key=lambda entry: entry.arrived_at, reverse=True):
-            self._draw(entry).put_back(entry)
+            self._line_for(entry).put_back(entry)
 
     # A request
 
@@ -208,8 +198,11 @@ class Dispatcher(Generic[E, L]):
         4. else                                         -> queued
         """
         if self._weights.get(entry.tenant) != weight:
-            self._set_weight(entry.tenant, weight)
-        line = self._own if self._canary is None else self._draw(entry)
+            self._weights[entry.tenant] = weight
+            self._shared = len(self._weights) > 1
+            for line in self.lines:
+                line.set_weight(entry.tenant, weight)
+        line = self._own if self._canary is None else self._line_for(entry)
         entry.in_headroom = self.headroom.add(entry.priority, now)
         limit_s = self._settings.max_wait_s
         if limit_s is not None:
@@ -251,24 +244,22 @@ class Dispatcher(Generic[E, L]):
         self.line_of(entry).bytes += growth
         entry.chain = None
 
-    def put_back(self, entry: E, *, lost: bool) -> None:
-        """Returns a sent request to the head of its line, and takes its charges back: its replica was lost, or else had
-        no slot for it. To be followed by ``resume``."""
-        line = self.line_of(entry)
-        if lost:  # the prompt stays charged; so does what was charged to earlier lines
-            answer = entry.charged - max(0, entry.carried)
-            if answer > 0:
-                line.charge(entry.tenant, output_tokens=-answer, priority=entry.priority)
-            entry.charged, entry.carried = min(entry.charged, 0), min(entry.carried, 0)
-        else:
-            if entry.carried < 0 <= entry.charged:
-                line.charge(entry.tenant, prompt_tokens=-entry.tokens, priority=entry.priority)
-            entry.charged = entry.carried = -1
-        line.put_back(entry)
-        entry.waits = True
-
-    def resume(self, entries: Iterable[E], now: float) -> None:
-        """Continues after requests were put back."""
+    def put_back(self, entries: Sequence[E], now: float, *, lost: bool) -> None:
+        """Returns sent requests to the heads of their lines, the first one foremost, and takes their charges back:
+        their replica was lost, or else had no slot for them. Then continues with all that wait."""
+        for entry in reversed(entries):
+            line = self.line_of(entry)
+            if lost:  # the prompt stays charged; so does what was charged to earlier lines
+                answer = entry.charged - max(0, entry.carried)
+                if answer > 0:
+                    line.charge(entry.tenant, output_tokens=-answer, priority=entry.priority)
+                entry.charged, entry.carried = min(entry.charged, 0), min(entry.carried, 0)
+            else:
+                if entry.carried < 0 <= entry.charged:
+                    line.charge(entry.tenant, prompt_tokens=-entry.tokens, priority=entry.priority)
+                entry.charged = entry.carried = -1
+            line.put_back(entry)
+            entry.waits = True
         self.pump(now)
         for entry in entries:
             if entry.waits:
@@ -277,7 +268,7 @@ class Dispatcher(Generic[E, L]):
     def ended(self, entry: E, held_s: float, produced: int, now: float, answered: bool = True) -> None:
         """Records that a request has left its slot, which it held for ``held_s``. To be followed by ``pump``."""
         if answered:  # refused and cancelled requests would bias the mean
-            self.waits.ended(held_s)
+            self.mean_service_s += MEAN_SHARE * (held_s - self.mean_service_s)
         if entry.charged >= 0:
             self.charge(entry, produced)
         self.over(entry, now)
@@ -327,9 +318,10 @@ class Dispatcher(Generic[E, L]):
         return self.predicted_wait_s(waiting) - self.predicted_wait_s(waiting - 1)
 
     def predicted_wait_s(self, ahead: int, own_wait_s: float = 0.0) -> float:
-        """Returns the predicted wait of a request with ``ahead`` others before it."""
+        """Returns the predicted wait of a request with ``ahead`` others before it, no less than ``own_wait_s``: that at
+        its tenant's own pace."""
         bounds = [bound for link in self._links for bound in link.bounds]
-        return self.waits.until_s(ahead, self._links.slots, bounds, own_wait_s)
+        return max(predicted_wait_s(ahead, self._links.slots, self.mean_service_s, bounds), own_wait_s)
 
     def line_of(self, entry: E) -> FairQueue[E]:
         """Returns the line in which the request waits, or would wait."""
@@ -345,24 +337,15 @@ class Dispatcher(Generic[E, L]):
     # Inside
 
     def _open_lines(self) -> None:
-        self._own = self._new_line()
-        self._canary = None if self._settings.canary is None else self._new_line()
-        self.lines = (self._own,) if self._canary is None else (self._own, self._canary)
-
-    def _new_line(self) -> FairQueue[E]:
         settings = self._settings
-        line: FairQueue[E] = FairQueue(settings.max_queue, settings.max_queue_bytes, order=settings.queue_order)
-        for tenant, weight in self._weights.items():
-            line.set_weight(tenant, weight)
-        return line
+        lines: list[FairQueue[E]] = [
+            FairQueue(settings.max_queue, settings.max_queue_bytes, order=settings.queue_order, weights=self._weights)
+            for _ in range(1 if settings.canary is None else 2)
+        ]
+        self.lines = tuple(lines)
+        self._own, self._canary = lines[0], None if settings.canary is None else lines[1]
 
-    def _set_weight(self, tenant: str, weight: float) -> None:
-        self._weights[tenant] = weight
-        self._shared = len(self._weights) > 1
-        for line in self.lines:
-            line.set_weight(tenant, weight)
-
-    def _draw(self, entry: E) -> FairQueue[E]:
+    def _line_for(self, entry: E) -> FairQueue[E]:
         """Draws the version of a request and returns the version's line."""
         canary = self._settings.canary
         entry.canary = canary is not None and self._random.random() < canary
@@ -400,9 +383,12 @@ class Dispatcher(Generic[E, L]):
         """Returns the link for a request; None while it must wait. Alternative routers override it."""
         links: Iterable[L] = self._links
         if self._canary is not None:
-            links = self._of_version(entry.canary) or self._of_version(not entry.canary)
-        affinity = self._affinity(entry) if entry.session or self._links.prefix_block else None
-        link = choose(links, affinity, self._stepped_at)
+            canaries = self._settings.canaries
+            links = [link for link in self._links if (link.id in canaries) is entry.canary] or list(self._links)
+        home = self._sessions.get(entry.session, entry.arrived_at) if entry.session else None
+        block = self._links.prefix_block
+        affinity = _affinity(entry, home, block) if home is not None or block else None
+        link = choose(links, affinity)
         if link is None:
             return None
         if self.headroom.mixed:
@@ -413,27 +399,6 @@ class Dispatcher(Generic[E, L]):
         if affinity is not None and affinity(link):
             entry.affinity = "prefix" if entry.chain else "session"
         return link
-
-    def _of_version(self, canary: bool) -> list[L]:
-        """Returns the links to the canary version, or to the other one."""
-        canaries = self._settings.canaries
-        return [link for link in self._links if (link.id in canaries) is canary]
-
-    def _affinity(self, entry: E) -> Callable[[L], float] | None:
-        """Returns the request's affinity to a replica, by cached prefix and last session; None without either."""
-        home = self._sessions.get(entry.session, entry.arrived_at) if entry.session else None
-        block = self._links.prefix_block
-        if block and entry.chain is None:
-            entry.chain = chain(entry.prompt_ids, block)
-        blocks = entry.chain
-        if home is None and not blocks:
-            return None
-
-        def affinity(link: L) -> float:
-            share = link.prefixes.share(blocks) if link.prefixes is not None and blocks else 0.0
-            return max(share if share >= LEAST_PREFIX else 0.0, LEAST_PREFIX if link.id == home else 0.0)
-
-        return affinity
 
     def _send(self, entry: E, line: FairQueue[E], now: float) -> bool:
         """Sends the next request of its line, or a new one; returns False while it must wait."""
@@ -454,3 +419,100 @@ class Dispatcher(Generic[E, L]):
                 link.prefixes.add(entry.chain)
             return True
         return False
+
+
+def _affinity(entry: Entry, home: str | None, block: int) -> Callable[[Link[Any]], float] | None:
+    """Returns the request's affinity to a replica: by its prefix in caches with blocks of ``block`` tokens, and to
+    ``home``, the replica of its session. None without either."""
+    if block and entry.chain is None:
+        entry.chain = chain(entry.prompt_ids, block)
+    blocks = entry.chain
+    if home is None and not blocks:
+        return None
+
+    def affinity(link: Link[Any]) -> float:
+        share = link.prefixes.share(blocks) if link.prefixes is not None and blocks else 0.0
+        return max(share if share >= LEAST_PREFIX else 0.0, LEAST_PREFIX if link.id == home else 0.0)
+
+    return affinity
+
+
+class Headroom:
+    """Counts the requests of one model by priority, with the recent peak of each.
+
+    A less urgent request leaves free as many slots as the more urgent ones had at their peak within the last one to two
+    ``WINDOW_S`` and do not have now, but never more than half of all slots: an urgent request should not wait for an
+    answer to end, and a waiting request should not wait for ever for urgent ones that may not come. Nothing is reserved
+    where all requests have the same priority.
+    """
+
+    def __init__(self) -> None:
+        self.mixed = False  # requests of several priorities have arrived recently
+        self._classes: dict[int, _Class] = {}
+
+    @property
+    def present(self) -> int:
+        """The requests in the queue or in a slot now, of the counted priorities."""
+        return sum(group.now for group in self._classes.values())
+
+    def add(self, priority: int, now: float) -> bool:
+        """Counts a request that enters the queue or a slot; ``now`` in monotonic seconds. Returns whether it was
+        counted: only then call ``remove`` for it."""
+        group = self._classes.get(priority)
+        if group is None:
+            if len(self._classes) >= MOST_CLASSES:
+                return False
+            group = self._classes[priority] = _Class(now)
+            self.mixed = len(self._classes) > 1
+        elif now >= group.window_end:
+            group.turn(now)
+        group.now = present = group.now + 1
+        if present > group.peak:
+            group.peak = present
+        return True
+
+    def remove(self, priority: int, now: float) -> None:
+        """Uncounts a request that is over."""
+        group = self._classes[priority]
+        if now >= group.window_end:
+            group.turn(now)
+        group.now -= 1
+        if self.mixed:
+            self._forget(now)
+
+    def reserved(self, priority: int, slots: int, now: float) -> int:
+        """Returns how many of the model's ``slots`` a request of the priority must leave free."""
+        if not self.mixed:
+            return 0
+        missing = sum(group.missing(now) for other, group in self._classes.items() if other < priority)
+        return min(missing, slots // 2)
+
+    def _forget(self, now: float) -> None:
+        for priority in [p for p, group in self._classes.items() if not group.now and not group.missing(now)]:
+            del self._classes[priority]
+        self.mixed = len(self._classes) > 1
+
+
+class _Class:
+    """The requests of one priority."""
+
+    __slots__ = ("_before", "now", "peak", "window_end")
+
+    def __init__(self, since: float) -> None:
+        self.now = 0  # in the queue or in a slot
+        self.peak = 0  # the most at once within this window
+        self.window_end = since + WINDOW_S
+        self._before = 0  # the most at once within the last window
+
+    def missing(self, now: float) -> int:
+        """Returns how far the current count is below the recent peak."""
+        if now >= self.window_end:
+            self.turn(now)
+        return max(self.peak, self._before) - self.now
+
+    def turn(self, now: float) -> None:
+        """Begins the window that holds ``now``."""
+        windows = (now - self.window_end) // WINDOW_S + 1
+        self._before = self.peak if windows == 1 else self.now
+        self.peak = self.now
+        self.window_end += windows * WINDOW_S

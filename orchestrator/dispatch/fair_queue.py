@@ -14,7 +14,7 @@ import heapq
 import math
 from bisect import bisect_left, bisect_right, insort, insort_left, insort_right
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Generic, Literal, NamedTuple, TypeVar
@@ -66,13 +66,21 @@ class FairQueue(Generic[W]):
     ``max_count``, ``max_bytes`` and weights may change at any time; requests that already wait stay.
     """
 
-    def __init__(self, max_count: int, max_bytes: int, *, order: Order = "fair") -> None:
+    def __init__(
+        self,
+        max_count: int,
+        max_bytes: int,
+        *,
+        order: Order = "fair",
+        weights: Mapping[str, float] | None = None,
+    ) -> None:
+        """``weights`` are those of tenants, see ``set_weight``."""
         self.max_count = max_count
         self.max_bytes = max_bytes
         self.order: Order = order
         self.bytes = 0
         self.count = 0  # of waiting requests
-        self._weights: dict[str, float] = {}
+        self._weights = dict(weights or {})
         self._classes: dict[int, FairOrder[W] | DeadlineOrder[W]] = {}
         self.urgent: list[int] = []  # the priorities with waiting requests, in order
 

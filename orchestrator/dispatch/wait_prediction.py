@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 RETRY_AFTER_S = (1, 60)  # the bounds of Retry-After
 MEAN_SHARE = 0.1  # weight of the newest request in the exponential averages
@@ -40,21 +39,6 @@ def predicted_wait_s(ahead: int, slots: int, mean_service_s: float, at_most_s: S
         nth = place - free
         wait += min(bounds[nth], mean_service_s * (nth + 1) / len(bounds))
     return wait
-
-
-@dataclass
-class WaitPrediction:
-    """Predicts the waits for the slots of one model, in a gateway and in the simulator."""
-
-    mean_service_s: float = FIRST_SERVICE_S  # of one request in a slot; an exponential average
-
-    def ended(self, held_s: float) -> None:
-        """Records an answered request that held its slot for ``held_s`` seconds."""
-        self.mean_service_s += MEAN_SHARE * (held_s - self.mean_service_s)
-
-    def until_s(self, ahead: int, slots: int, at_most_s: Sequence[float] = (), own_wait_s: float = 0.0) -> float:
-        """Returns `predicted_wait_s`, but no less than ``own_wait_s``: the wait at the tenant's own pace."""
-        return max(predicted_wait_s(ahead, slots, self.mean_service_s, at_most_s), own_wait_s)
 
 
 def retry_after_s(wait_s: float, allowed_s: float = 0.0) -> int:

@@ -46,7 +46,6 @@ from orchestrator.process.home import Home
 from orchestrator.process.version import corewright_version
 from orchestrator.scaling.demand_report import DemandReply
 from workers.messages.metric_family import MetricFamily
-from workers.text.tokenizer import PromptTokenizer
 
 log = logging.getLogger(__name__)
 
@@ -140,7 +139,7 @@ class Gateway:
         """Does what operators request of this gateway."""
         self._log.watched = reply.watched
         for queue in self.served.queues.values():
-            queue.watched = reply.watched
+            queue.record.watched = reply.watched
         cancel(self.served.queues.values(), reply.cancelled)
 
     async def join(self) -> bool:
@@ -219,18 +218,7 @@ class Gateway:
         queue = self._queue_of(exchange, body)
         if isinstance(body, TokenizeChatRequest):
             apply_to_prompt(body, queue.routes.defaults(body.model))
-        return self._by_tokenizer(exchange, queue, lambda it: route.writes(body, it, queue.routes.max_len))
-
-    async def _by_tokenizer(
-        self, exchange: Exchange, queue: ModelQueue, work: Callable[[PromptTokenizer], tuple[bytes, int]]
-    ) -> None:
-        """Answers with the JSON that ``work`` returns, and charges its tokens to the key."""
-        tokenizer = await self._tokenizers.get(queue.routes)
-        body, tokens = await self._generation.on_thread(exchange, queue, lambda: work(tokenizer))
-        if exchange.grant is not None:
-            exchange.grant.least = tokens
-            exchange.add_headers(self._limits.headers(exchange.key, time.monotonic()))
-        exchange.respond(200, body)
+        return self._generation.tokenize(exchange, queue, lambda it: route.writes(body, it, queue.routes.max_len))
 
     def livez(self, exchange: Exchange) -> None:
         exchange.respond(200, b"ok\n", content_type=TEXT)
@@ -263,19 +251,6 @@ class Gateway:
 
     def _families(self) -> list[MetricFamily]:
         """Returns the families of this gateway alone."""
-        snapshot = [
-            ModelSnapshot(
-                queue.name,
-                queue.waiting,
-                [
-                    ReplicaSnapshot(link.replica, link.live, slots, link.kv_tokens, slots * queue.kv_tokens_of_slot)
-                    for link in queue.links
-                    if link.welcome is not None and (slots := link.welcome.slots)
-                ],
-                encodes=queue.routes.kind != "generate",
-            )
-            for queue in self.served.queues.values()
-        ]
         families_at = self._controller_families_at
         vitals = Vitals(
             connections=len(self.server.connections),
@@ -284,7 +259,7 @@ class Gateway:
             certificate_expires=self.certificate_expires,
             controller_age_s=None if families_at is None else time.monotonic() - families_at,
         )
-        return self.metrics.families(snapshot, vitals)
+        return self.metrics.families([_snapshot(queue) for queue in self.served.queues.values()], vitals)
 
     def version(self, exchange: Exchange) -> None:
         exchange.respond(200, _encode(VersionAnswer(corewright_version())))
@@ -342,6 +317,18 @@ class Gateway:
             return error.body()
         to_anthropic = route.to_anthropic is not None and is_anthropics(exchange.request)
         return (ANTHROPIC if to_anthropic else route.errors).body(error, exchange.id)
+
+
+def _snapshot(queue: ModelQueue) -> ModelSnapshot:
+    """Returns the gauges of a model."""
+    generates = queue.routes.kind == "generate"
+    slot_tokens = queue.routes.max_len if generates else 0  # of its KV cache
+    replicas = [
+        ReplicaSnapshot(link.replica, link.live, slots, link.kv_tokens, slots * slot_tokens)
+        for link in queue.links
+        if link.welcome is not None and (slots := link.welcome.slots)
+    ]
+    return ModelSnapshot(queue.name, queue.waiting, replicas, encodes=not generates)
 
 
 def _json_of(exchange: Exchange) -> bytes:

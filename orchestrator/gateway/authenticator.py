@@ -99,7 +99,7 @@ class Authenticator:
             return
         exchange.key = key
         self._used[key.id] = time.monotonic()
-        if connection.count_for(key.id) > self._limit:
+        if connection.server.count_for(connection, key.id) > self._limit:
             exchange.request.keep_alive = False
             raise errors.too_many_connections(self._limit, of_key=True)
         connection.client = _CachedKey(key, header, self._ring) if _is_bearer(header) else None

@@ -91,14 +91,14 @@ class Generation:
         expected = 0 if not exchange.route.streams else (body.n or 1) * (most or int(queue.mean_answer))
         self.take(exchange, prompt + expected, prompt if most is None else None)
         answer = ForwardedAnswer(choices=(), prompt_tokens=prompt)
-        note = Note(queue.label(body.model), bool(body.stream), prompt_tokens=prompt)
-        reply = Reply(exchange, note, self._metrics, self._renew, answer, False, self._settings.keep_alive_s)
+        note = Note(queue.names.label(body.model), bool(body.stream), prompt_tokens=prompt)
+        reply = Reply(exchange, queue, note, self._metrics, self._renew, answer, False, self._settings.keep_alive_s)
         self.trace(exchange, queue)
         request = GenerateRequest(
             id=next(self.request_ids),
             prompt_ids=[],
             max_tokens=most or queue.routes.max_len,
-            adapter=queue.adapter(body.model),
+            adapter=queue.names.adapter(body.model),
             forwarded=Forwarded(path, exchange.request.body),
         )
         try:
@@ -126,6 +126,17 @@ class Generation:
             if charged is not None:
                 exchange.add_headers(self._limits.headers(charged, time.monotonic()))
             raise
+
+    async def tokenize(
+        self, exchange: Exchange, queue: ModelQueue, work: Callable[[PromptTokenizer], tuple[bytes, int]]
+    ) -> None:
+        """Answers with the JSON that ``work`` returns, and charges its tokens to the key. Raises ApiError."""
+        tokenizer = await self._tokenizers.get(queue.routes)
+        body, tokens = await self.on_thread(exchange, queue, lambda: work(tokenizer))
+        if exchange.grant is not None:
+            exchange.grant.least = tokens
+            exchange.add_headers(self._limits.headers(exchange.key, time.monotonic()))
+        exchange.respond(200, body)
 
     def read_again(self, queue: ModelQueue) -> None:
         """Starts to render and tokenize again the waiting requests that were read for earlier routes."""
@@ -180,7 +191,7 @@ class Generation:
         limits = queue.links.limits.within(self._settings.max_prompt_tokens)
         most = default_tokens(body, queue.routes.defaults(body.model))
         requests = requests_for(body, prompts, limits, most, ids)
-        adapter = queue.adapter(body.model)
+        adapter = queue.names.adapter(body.model)
         return [msgspec.structs.replace(request, adapter=adapter) for request in requests] if adapter else requests
 
     def _start(self, exchange: Exchange, body: GenerationBody, queue: ModelQueue, tokenized_prompts: Prompts) -> None:
@@ -195,12 +206,10 @@ class Generation:
         choices = [Choice(i, prompts[i // copies], echoes[i // copies]) for i in range(len(requests))]
         answer: AnswerWriter = exchange.route.writes(exchange, body, choices, next(self._answer_ids))
         usage = body.stream_options is not None and body.stream_options.include_usage
-        label = queue.label(body.model)
+        label = queue.names.label(body.model)
         note = Note(label, bool(body.stream), prompt_tokens=answer.prompt_tokens, guided_by=body.guided_by)
-        settings = self._settings
-        reply = Reply(
-            exchange, note, self._metrics, self._renew, answer, usage, settings.keep_alive_s, settings.log_prompts
-        )
+        wait_s, keeps_text = self._settings.keep_alive_s, self._settings.log_prompts
+        reply = Reply(exchange, queue, note, self._metrics, self._renew, answer, usage, wait_s, keeps_text)
         self.trace(exchange, queue)
         trace = exchange.trace
         try:

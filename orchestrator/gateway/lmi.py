@@ -142,7 +142,6 @@ class LmiAnswer(AnswerWriter, eq=False):
     _text: str = ""  # of a stream, so far
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         self.stream_type = EVENTS if self._as_events else LINES
         self.whole_type = LINES if self._as_lines else JSON
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -46,7 +47,7 @@ class GatewayRoute(HttpRoute):
     errors: ErrorShape = OPENAI
     to_anthropic: type | None = None  # the answer to a request with the header anthropic-version
 
-    @property
+    @cached_property
     def is_probe(self) -> bool:
         """It needs no key, and its 503 is text."""
         return self.scope is None

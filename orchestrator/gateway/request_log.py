@@ -56,14 +56,18 @@ class RequestLog:
             used = 0 if note is None else note.completion_tokens + (note.prompt_tokens if note.replica else 0)
             exchange.grant.settle(used, time.monotonic())
         if note is not None and note.replica is not None:
-            self._record(exchange, note)
+            key = "" if exchange.key is None else exchange.key.id
+            arrived_at, tokens = exchange.request.received_at + self._epoch, note.completion_tokens
+            self._recorder.note(  # for `trace export`: lengths only
+                arrived_at, note.model, note.prompt_tokens, tokens, key, note.prefill_s, note.decode_s
+            )
         if exchange.trace is not None and note is not None:
             usage = note.prompt_tokens, note.completion_tokens
             exchange.trace.end(exchange.code or note.reason or "cancelled", usage, exchange.status or CLIENT_GONE)
         if exchange.code is not None:
             self._metrics.refused(None if note is None else note.model, exchange.status, exchange.code)
         if note is not None and note.overhead_s is not None:
-            self._metrics.overhead(note.overhead_s)
+            self._metrics.overhead.observe(note.overhead_s)
         if note is not None and self.watched:
             self._ended.append(
                 _live(
@@ -106,14 +110,6 @@ class RequestLog:
             log.warning("requests without a valid key since the last such line, or the start: %s", counts)
             self._unauthenticated.clear()
             self._unauthenticated_at = now
-
-    def _record(self, exchange: Exchange, note: Note) -> None:
-        """Records a request for `trace export`: lengths only."""
-        key = "" if exchange.key is None else exchange.key.id
-        arrived_at = exchange.request.received_at + self._epoch
-        self._recorder.note(
-            arrived_at, note.model, note.prompt_tokens, note.completion_tokens, key, note.prefill_s, note.decode_s
-        )
 
     def _log(self, exchange: Exchange, note: Note | None) -> None:
         request, key = exchange.request, exchange.key

@@ -25,11 +25,11 @@ _inferring = partial(_post, scope="inference", charged=True, refusals=(404,))  #
 
 
 def _generating(
-    path: str, summary: str, body: type, reads: Any, answer: type, writes: Any, operation: str = "chat", **more: Any
+    path: str, summary: str, body: type, reads: Any, answer: type, writes: Any, **more: Any
 ) -> GatewayRoute:
     """Returns the route of an API that generates text, with its reader and its writer."""
-    own = {"body": (body,), "reads": reads, "answer": answer, "writes": writes, "operation": operation}
-    return _inferring(path, summary, Gateway.generate, **own, streams=True, queues=True, **more)
+    own = {"body": (body,), "reads": reads, "answer": answer, "writes": writes, "operation": "chat"}
+    return _inferring(path, summary, Gateway.generate, **own | more, streams=True, queues=True)
 
 
 def _encoding(path: str, summary: str, body: type[encoding.EncodingBody], answer: type, operation: str) -> GatewayRoute:

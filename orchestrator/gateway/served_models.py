@@ -15,6 +15,7 @@ from orchestrator.gateway.controller_client import ControllerAway, ControllerCli
 from orchestrator.gateway.openai import errors
 from orchestrator.gateway.received import ReceivedFiles
 from orchestrator.gateway.serving.model_queue import ModelQueue
+from orchestrator.gateway.serving.replica_link_pool import LinkSettings
 from orchestrator.gateway.serving.tokenizers import Tokenizers
 from orchestrator.messages.replica_states import ModelState
 from orchestrator.messages.route_table import ModelRoutes, RouteTable
@@ -39,8 +40,8 @@ class ServedModels:
         read_again: Callable[[ModelQueue], None],
         files: ReceivedFiles | None = None,
     ) -> None:
-        """``machine``, ``retried`` and ``read_again`` are those of ModelQueue. ``files``, on a joined cluster, keep the
-        routes: they are used without the controller."""
+        """``machine`` is that of LinkSettings, ``retried`` and ``read_again`` are those of ModelQueue. ``files``, on a
+        joined cluster, keep the routes: they are used without the controller."""
         self._controller = controller
         self._gateway = gateway
         self._machine = machine
@@ -148,7 +149,7 @@ class ServedModels:
         """Returns the queues that the key allows, by name and alias."""
         if key is None or not key.models:
             return self._names
-        return {name: queue for name, queue in self._names.items() if set(key.models) & set(queue.synonyms(name))}
+        return {name: queue for name, queue in self._names.items() if set(key.models) & set(queue.names.synonyms(name))}
 
     def serves(self, name: str) -> bool:
         """Returns whether requests for the model of that name or alias can begin."""
@@ -167,7 +168,7 @@ class ServedModels:
         if (
             key is not None
             and key.models
-            and not set(key.models) & set((model,) if queue is None else queue.synonyms(model))
+            and not set(key.models) & set((model,) if queue is None else queue.names.synonyms(model))
         ):
             raise errors.key_not_for(f"the model {model!r}")
         if queue is None:
@@ -192,10 +193,7 @@ class ServedModels:
             if queue is None:
                 queue = ModelQueue(
                     routes,
-                    gateway=self._gateway,
-                    token=table.token,
-                    machine=self._machine,
-                    credentials=table.credentials,
+                    LinkSettings(self._gateway, table.token, self._machine, table.credentials),
                     wake=self._wake,
                     retried=self._retried,
                     read_again=self._read_again,
@@ -209,7 +207,7 @@ class ServedModels:
         for name in self.queues.keys() - {routes.name for routes in table.models}:
             self.queues.pop(name).close()
         queues = self.queues.values()
-        self._names = {name: queue for queue in queues for name in (*queue.names, *queue.adapters)}
+        self._names = {name: queue for queue in queues for name in queue.names}
         self.forwards = any(queue.routes.forwards for queue in queues)
         self._tokenizers.retain(routes for routes in table.models if not routes.forwards)
 

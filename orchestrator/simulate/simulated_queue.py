@@ -81,7 +81,7 @@ class SimulatedQueue:
         )
 
     def new_dispatcher(self, links: SimLinks) -> Dispatcher[SimRequest, SimLink]:
-        return Dispatcher(self.model.queue, links, self, stepped_at=SimLink.stepped_at)
+        return Dispatcher(self.model.queue, links, self)
 
     @property
     def waiting(self) -> int:

@@ -10,8 +10,7 @@ from functools import lru_cache
 from heapq import heappop, heappush
 
 from orchestrator.dispatch.dispatcher import Entry
-from orchestrator.dispatch.prefix_index import PrefixIndex
-from orchestrator.dispatch.replica_choice import Pace
+from orchestrator.dispatch.replica_choice import Pace, PrefixIndex
 from orchestrator.simulate.scenario import Arrival, SimModel
 from orchestrator.simulate.virtual_clock import Clock
 from workers.batching.encode_queue import EncodeQueue, WaitingInput, shares
@@ -288,8 +287,9 @@ class SimLink:
         self.id = str(self.replica.index)
         self.free_slots = self.replica.slots
 
+    @property
     def stepped_at(self) -> float:
-        """Returns the end of the replica's last step, as the gateway sees it by the tokens; -inf while it is idle."""
+        """The end of the replica's last step, as the gateway sees it by the tokens; -inf while it is idle."""
         if self.idle:
             return -math.inf
         replica = self.replica

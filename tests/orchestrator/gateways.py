@@ -236,7 +236,8 @@ class LiveGateway:
         """Raises AssertionError where a queue without requests counts some."""
         self.http.close()
         counted = {
-            queue.name: queue.dispatcher.headroom.present - queue.waiting - queue.live for queue in self.queues.values()
+            queue.name: queue.dispatcher.headroom.present - queue.waiting - queue.links.live
+            for queue in self.queues.values()
         }
         self._server.stop()
         assert not any(counted.values()), counted

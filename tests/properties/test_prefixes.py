@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.dispatch.prefix_index import PrefixIndex, Sessions, chain
+from orchestrator.dispatch.replica_choice import PrefixIndex, Sessions, chain
 from tests.searches import search
 
 BLOCK = 3

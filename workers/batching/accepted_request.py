@@ -96,13 +96,13 @@ class AcceptedRequest:
     def _grow(self, token: int) -> tuple[str, FinishReason | None]:
         """Returns the text that ``token`` adds, and the finish if the answer ends for another reason than its id."""
         text = self.answer.push(token)
-        if self.answer.stopped:
+        if self.answer.stop:
             return text, FinishReason.STOP
         if self.is_complete:
             return text + self.answer.finish(), FinishReason.STOP
         if self.produced >= self.request.max_tokens:
             text += self.answer.finish()
-            return text, FinishReason.STOP if self.answer.stopped else FinishReason.LENGTH
+            return text, FinishReason.STOP if self.answer.stop else FinishReason.LENGTH
         return text, None
 
     def end(self, finish: FinishReason, error: str | None = None, param: str = "") -> TokenEvent:

@@ -359,7 +359,7 @@ class CompletionRelay:
         async for data in response.content.iter_any():
             for piece in reader.feed(data):
                 self._advance(live, accepted, piece)
-            if accepted.answer.stopped:
+            if accepted.answer.stop:
                 return  # by a stop string, which the server does not get
         if live.id in self._live:
             raise ServerError("the server ended its answer without a finish reason", UNAVAILABLE)

@@ -141,17 +141,13 @@ class StopScanner:
         self._held = ""
         self.stop = ""  # the one that was found
 
-    @property
-    def found(self) -> bool:
-        return bool(self.stop)
-
     def push(self, text: str, ignore: bool = False) -> str:
         """Returns the text that is certain not to be part of a stop string and was not returned before.
 
         With ``ignore``, a stop string that ends in this piece of text does not count; one that only begins here may
         still be completed by a later piece.
         """
-        if self.found:
+        if self.stop:
             return ""
         if not self._stops:
             return text
@@ -195,13 +191,8 @@ class AnswerText:
         self._ignored_tokens = min_tokens
 
     @property
-    def stopped(self) -> bool:
-        """Returns whether a stop string was found. Nothing is returned afterwards."""
-        return self._scanner.found
-
-    @property
     def stop(self) -> str:
-        """The stop string that was found; empty before."""
+        """The stop string that was found; empty before. Nothing is returned afterwards."""
         return self._scanner.stop
 
     def push(self, token_id: int) -> str:
@@ -211,7 +202,7 @@ class AnswerText:
         return self._scanner.push(self._stream.push(token_id), ignore)
 
     def finish(self) -> str:
-        """Returns the rest of the text. It may still contain a stop string, see ``stopped``."""
-        if self.stopped:
+        """Returns the rest of the text. It may still contain a stop string, see ``stop``."""
+        if self.stop:
             return ""
         return self._scanner.push(self._stream.flush(), self._ignored_tokens >= 0) + self._scanner.flush()

@@ -206,7 +206,7 @@ class EncodedReply(ClientReply, eq=False):
 
     def abort(self) -> None:
         if self.ticket is not None:
-            self.ticket.leave()
+            self._queue.leave(self.ticket)
             self._end(self.ticket, time.monotonic(), "abort")
 
     # Sink
@@ -268,7 +268,7 @@ class EncodedReply(ClientReply, eq=False):
         stream, received_at = ticket.stream, self.exchange.request.received_at
         if ticket.trace is not None:
             ticket.trace.first_token()
-        ticket.began(now)
+        self._queue.record.began(ticket, now)
         assert stream.link is not None
         metrics = self._metrics.model(self._note.model, stream.link.replica)
         waited_s, held_s = stream.sent_at - ticket.arrived_at, now - stream.sent_at
@@ -344,9 +344,9 @@ class Encoding:
         tokens = sum(len(input.ids) for input in inputs)
         terms = read_scheduling_parameters(exchange.request.headers, exchange.key, body.priority, time.monotonic())
         self._generation.take(exchange, tokens, None)
-        note = Note(queue.label(body.model), stream=False, prompt_tokens=tokens)
+        note = Note(queue.names.label(body.model), stream=False, prompt_tokens=tokens)
         head = AnswerHead(id_prefix(body) + next(self._answer_ids), int(time.time()), body.model)
-        reply = EncodedReply(exchange, note, self._metrics, self._renew, body, head)
+        reply = EncodedReply(exchange, queue, note, self._metrics, self._renew, body, head)
         self._generation.trace(exchange, queue)
         request = GenerateRequest(id=next(self._generation.request_ids), prompt_ids=[], max_tokens=1, inputs=inputs)
         reply.ticket = queue.submit(request, reply, exchange.trace, terms, exchange.id)
@@ -355,5 +355,5 @@ class Encoding:
         """Tokenizes a waiting request again. Raises ApiError."""
         inputs = await self._inputs(reply.exchange, reply.body, queue)
         if (ticket := reply.ticket) is not None and ticket.stream.link is None:
-            ticket.renew(msgspec.structs.replace(ticket.request, inputs=inputs))
+            queue.renew(ticket, msgspec.structs.replace(ticket.request, inputs=inputs))
             reply.exchange.note.prompt_tokens = ticket.tokens

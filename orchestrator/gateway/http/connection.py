@@ -36,7 +36,8 @@ _NEVER = math.inf
 
 
 class HttpConnection(asyncio.Protocol):
-    """One client's connection; its requests are answered in order, one at a time."""
+    """One client's connection; its requests are answered in order, one at a time. As in other servers, a client that
+    half-closes counts as gone."""
 
     def __init__(self, server: HttpServer) -> None:
         self.server = server
@@ -44,10 +45,10 @@ class HttpConnection(asyncio.Protocol):
         self._reader = RequestReader(self)
         self._transport: asyncio.Transport | None = None
         self._current: Exchange | None = None
-        self._queued: deque[Request | tuple[ApiError, str]] = deque()
+        self._queued: deque[Request | tuple[ApiError, str]] = deque()  # an error for the path is the last answer
         self._task: asyncio.Future[None] | None = None
         self._unsent = 0  # bytes that were unsent when the deadline was set
-        self._key: str | None = None
+        self.key: str | None = None  # the id of the API key for which the server counts it
         self.client: Any = None  # the authenticated client, as the handler keeps it; None: not authenticated
         self._paused = False
         self._lingers = False  # the last answer is written
@@ -67,15 +68,13 @@ class HttpConnection(asyncio.Protocol):
         elif full:
             self.refuse(errors.too_many_connections(self.server.max_connections))
 
-    def eof_received(self) -> None:
-        """Closes the connection: as in other servers, a client that half-closes counts as gone."""
-
     def connection_lost(self, exc: Exception | None) -> None:
         self.server.connections.discard(self)
         self._transport = None
         self._reader.close()
         self._queued.clear()
-        self.count_for(None)
+        if self.key is not None:
+            self.server.count_for(self, None)
         if self._task is not None:
             self._task.cancel()
         if self._current is not None:
@@ -156,19 +155,6 @@ class HttpConnection(asyncio.Protocol):
         else:
             self._set_deadline(time.monotonic())
 
-    def count_for(self, key: str | None) -> int:
-        """Counts this connection for the key, and returns the key's connections."""
-        counts = self.server.per_key
-        if key != self._key:
-            if self._key is not None:
-                counts[self._key] -= 1
-                if counts[self._key] <= 0:
-                    del counts[self._key]
-            if key is not None:
-                counts[key] += 1
-            self._key = key
-        return counts[key] if key is not None else 0
-
     def expire(self, now: float) -> None:
         """Handles a deadline that has passed."""
         unsent = 0 if self._transport is None else self._transport.get_write_buffer_size()
@@ -208,8 +194,11 @@ class HttpConnection(asyncio.Protocol):
                 item = self._queued.popleft()
                 if isinstance(item, Request):
                     self._start(item)
-                else:
-                    self._answer_and_close(*item)
+                    continue
+                error, path = item
+                unread = Request("GET", path, "", {}, b"", "1.1", False, time.monotonic())
+                self._current = exchange = Exchange(unread, self, self.server.new_id())
+                exchange.fail(error)
         finally:
             self._starting = False
 
@@ -222,10 +211,8 @@ class HttpConnection(asyncio.Protocol):
         self._current = exchange
         try:
             pending = self.server.handle(exchange)
-        except ApiError as error:
-            exchange.fail(error)
-        except Exception:  # noqa: BLE001 - logged there
-            self._failed(exchange)
+        except Exception as error:  # noqa: BLE001 - logged there
+            self._fail(exchange, error)
         else:
             if pending is not None:
                 self._task = asyncio.ensure_future(self._finish_later(exchange, pending))
@@ -233,22 +220,18 @@ class HttpConnection(asyncio.Protocol):
     async def _finish_later(self, exchange: Exchange, pending: Awaitable[None]) -> None:
         try:
             await pending
-        except ApiError as error:
-            exchange.fail(error)
-        except Exception:  # noqa: BLE001 - logged there
-            self._failed(exchange)
+        except Exception as error:  # noqa: BLE001 - logged there
+            self._fail(exchange, error)
 
-    def _failed(self, exchange: Exchange) -> None:
+    def _fail(self, exchange: Exchange, error: Exception) -> None:
+        if isinstance(error, ApiError):
+            exchange.fail(error)
+            return
         log.exception("%s %s failed, request %s", exchange.request.method, exchange.request.path, exchange.id)
         if exchange.began:
             self.abort()  # an incomplete answer must not look like a complete one
         else:
             exchange.fail(errors.internal_error())
-
-    def _answer_and_close(self, error: ApiError, path: str) -> None:
-        request = Request("GET", path, "", {}, b"", "1.1", False, time.monotonic())
-        self._current = exchange = Exchange(request, self, self.server.new_id())
-        exchange.fail(error)
 
     def _linger(self) -> None:
         """Closes the connection after a delay in which further input is discarded: an immediate close would reset the

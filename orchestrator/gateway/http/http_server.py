@@ -47,7 +47,7 @@ class HttpServer:
         self.body_of = body_of
         self.unread_bytes = 0  # of incomplete bodies
         self.connections: set[HttpConnection] = set()
-        self.per_key: Counter[str] = Counter()
+        self._per_key: Counter[str] = Counter()
         self.date = b""
         self.retiring = False
         self.closing = False
@@ -69,6 +69,18 @@ class HttpServer:
             self.connections.discard(oldest)
             oldest.abort()
         return oldest is not None
+
+    def count_for(self, connection: HttpConnection, key: str | None) -> int:
+        """Counts the connection for the API key of that id, and returns the key's connections."""
+        if key != connection.key:
+            if connection.key is not None:
+                self._per_key[connection.key] -= 1
+                if self._per_key[connection.key] <= 0:
+                    del self._per_key[connection.key]
+            if key is not None:
+                self._per_key[key] += 1
+            connection.key = key
+        return self._per_key[key] if key is not None else 0
 
     def retire(self) -> None:
         """Makes each connection end with its next answer, which announces it: a client whose idle connection is closed

@@ -244,22 +244,17 @@ class AnswerWriter(msgspec.Struct, eq=False, kw_only=True):
     """Writes the answer to one request in the shape of an API."""
 
     choices: Sequence[Choice]
-    prompt_tokens: int = 0
     keep_alive: ClassVar[bytes] = WAITING  # what a stream gets while its request waits; empty: nothing
     stream_type: bytes = EVENTS  # the content type of a stream
     whole_type: bytes = JSON  # the content type of an answer that is not streamed
 
-    def __post_init__(self) -> None:
-        self.count_prompts()
-
-    def count_prompts(self) -> None:
-        """Counts the tokens of the prompts; to be called when they have changed. The ``n`` choices of a prompt count
-        it once."""
+    @property
+    def prompt_tokens(self) -> int:
+        """The tokens of the prompts. The ``n`` choices of a prompt count it once."""
         choices = self.choices
         if len(choices) == 1:
-            self.prompt_tokens = len(choices[0].prompt_ids)
-        else:
-            self.prompt_tokens = sum({id(choice.prompt_ids): len(choice.prompt_ids) for choice in choices}.values())
+            return len(choices[0].prompt_ids)
+        return sum({id(choice.prompt_ids): len(choice.prompt_ids) for choice in choices}.values())
 
     def add_logprobs(self, choice: Choice, events: list[TokenEvent], attempt: int = 0) -> None:
         """Encodes the logprobs since the last call, of an answer that is not streamed, and drops them from ``events``,
@@ -496,8 +491,7 @@ def openai_answer(
 class ForwardedAnswer(AnswerWriter, eq=False):
     """Writes what a server has answered."""
 
-    def count_prompts(self) -> None:
-        """The server counts them."""
+    prompt_tokens: int  # an estimate until the server reports the usage
 
     def body(self, answers: Sequence[tuple[Choice, Sequence[TokenEvent]]]) -> bytes | list[bytes]:
         return [event.part.data for _, events in answers for event in events if event.part is not None]

@@ -321,7 +321,7 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def guided_by(self) -> str:
-        return "tools" if self.calling not in ("none", "auto") else super().guided_by
+        return "response_format" if self.calling in ("none", "auto") else "tools"
 
     def guide(self) -> str | None:
         """Returns the schema of forced calls, so that the calls are certain and readable; else as SamplingFields."""

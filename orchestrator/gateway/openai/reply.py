@@ -47,6 +47,7 @@ class ClientReply(msgspec.Struct, eq=False):
     """The ``Sink`` of the tickets of one request, as its owner and operators see it."""
 
     exchange: Exchange
+    _queue: ModelQueue
     _note: Note
     _metrics: GatewayMetrics
     read_again: Callable[[ModelQueue, Any], Awaitable[None]]  # tokenizes a waiting reply again for the current routes
@@ -103,16 +104,15 @@ class Reply(ClientReply, eq=False):
         copies = len(requests) // len(ids)
         for position, (ticket, choice) in enumerate(self._choices.items()):
             if ticket.stream.link is None and ticket in self._open:
-                ticket.renew(requests[position])
+                self._queue.renew(ticket, requests[position])
                 choice.prompt_ids, choice.echo = ids[position // copies], echoes[position // copies]
                 choice.parser = None if parser is None else parser()
-        self._answer.count_prompts()
         self._note.prompt_tokens = self._answer.prompt_tokens
 
     def leave(self) -> None:
         """Cancels the open tickets."""
-        for ticket in list(self._open):
-            ticket.leave()
+        for ticket in self._open:
+            self._queue.leave(ticket)
         self._open.clear()
 
     # Sink
@@ -214,7 +214,7 @@ class Reply(ClientReply, eq=False):
             stream.first_at = stream.last_at = now
             if ticket.trace is not None:
                 ticket.trace.first_token()
-            ticket.began(now)
+            self._queue.record.began(ticket, now)
             self._note.replica = None if stream.link is None else stream.link.route.id
             received_at = self.exchange.request.received_at
             metrics.first_token(now - received_at, stream.sent_at - ticket.arrived_at, now - stream.sent_at)
@@ -266,7 +266,7 @@ class Reply(ClientReply, eq=False):
     def abort(self) -> None:
         now = time.monotonic()
         for ticket in list(self._open):
-            ticket.leave()
+            self._queue.leave(ticket)
             self._end(ticket, now, "abort")
         self._choices = {}
 

@@ -6,16 +6,17 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, cast
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Protocol, cast
 
-from orchestrator.dispatch.prefix_index import PrefixIndex
-from orchestrator.dispatch.replica_choice import Pace
-from orchestrator.gateway.openai.errors import internal_error
+import msgspec
+import msgspec.structs
+
+from orchestrator.dispatch.replica_choice import Pace, PrefixIndex
 from orchestrator.gateway.serving.ticket import Ticket
 from orchestrator.messages.route_table import Route
 from orchestrator.process.version import corewright_version
-from workers.messages.requests import FinishReason
+from workers.messages.requests import FinishReason, TokenEvent
 from workers.messages.wire import (
     Cancel,
     FrameReader,
@@ -24,6 +25,7 @@ from workers.messages.wire import (
     Refused,
     Room,
     Step,
+    Submit,
     Taken,
     Welcome,
     WireError,
@@ -39,45 +41,45 @@ log = logging.getLogger(__name__)
 NEVER = -math.inf
 
 
+class Arrived(msgspec.Struct):
+    """What a read has brought from a replica, or the end of the connection, for the owner of the link."""
+
+    at: float  # monotonic
+    freed: bool = False  # a slot may be free: the replica has welcomed the gateway, or another gateway's request ended
+    closed: bool = False  # the connection has ended
+    lost: list[Ticket] = []  # that the replica will not answer: it drains, or the connection has ended
+    ended: list[Ticket] = []  # that have left their slots
+    busy: list[Ticket] = []  # whose slots other gateways have taken
+    touched: list[Ticket] = []  # with new events for their sinks, in order of arrival
+
+
+class LinkOwner(Protocol):
+    """The queue whose requests the replica of a link serves."""
+
+    def arrived(self, link: ReplicaLink, arrived: Arrived) -> None:
+        """Called once for each read, and at the end of the connection."""
+        ...
+
+
 class ReplicaLink(asyncio.Protocol):
     """A connection to a replica, open from its Welcome to the end of file. Counts the slots by requests sent and
     ended."""
 
-    def __init__(
-        self,
-        route: Route,
-        *,
-        gateway: str,
-        token: str,
-        on_change: Callable[[], None],
-        on_ended: Callable[[list[Ticket], float], None],
-        on_lost: Callable[[ReplicaLink, list[Ticket]], None],
-        on_busy: Callable[[Ticket], None],
-        later: Callable[[Callable[[], None]], object],
-    ) -> None:
-        """``on_change`` is called at the Welcome, and when another gateway has freed a slot; ``on_ended`` with the
-        requests that ended in a step, and the time. ``on_lost`` gets the requests that the replica will not
-        answer: all of them when the connection ends, one when a draining replica refuses it. ``on_busy`` gets a request
-        whose slot another gateway has taken. ``later`` calls at the end of the event loop's turn."""
+    def __init__(self, route: Route, hello: Hello, owner: LinkOwner) -> None:
         self.route = route
         self.id = route.id
         self.replica = int(route.id.rpartition("/")[2])  # its number, for metrics
         self.welcome: Welcome | None = None
-        self._hello = Hello(gateway, token, route.epoch)
-        self._on_change = on_change
-        self._on_ended = on_ended
-        self._on_lost = on_lost
-        self._on_busy = on_busy
-        self._later = later
+        self._hello = hello
+        self._owner = owner
         self._full = False  # other gateways have its slots; it sends Room when one is free
         self._reader = FrameReader()
         self._transport: asyncio.WriteTransport | None = None
         self._live: dict[str, Ticket] = {}
         self._unstarted: set[str] = set()  # requests in ``_live`` without a token
         self._outgoing: list[bytes] = []  # frames of this turn of the event loop
-        self._touched: list[Ticket] = []  # tickets with new events, in order of arrival
         self._retired = False
-        self._drains = False  # it has refused a request: sending it there again would use up its retries
+        self.drains = False  # it has refused a request: sending it there again would use up its retries
         self.stepped_at = NEVER  # monotonic, arrival of its last tokens; NEVER while it has no request of this gateway
         self._pace = Pace()
         self.metrics: dict[str, ModelMetrics] = {}  # by model or adapter, once a request was counted
@@ -88,14 +90,9 @@ class ReplicaLink(asyncio.Protocol):
 
     @property
     def free_slots(self) -> int:
-        if self.welcome is None or self._transport is None or self._retired or self._drains or self._full:
+        if self.welcome is None or self._transport is None or self._retired or self.drains or self._full:
             return 0
         return self.welcome.slots - len(self._live)
-
-    @property
-    def drains(self) -> bool:
-        """It has refused a request."""
-        return self._drains
 
     @property
     def prefilling(self) -> int:
@@ -131,12 +128,15 @@ class ReplicaLink(asyncio.Protocol):
     def send(self, ticket: Ticket) -> None:
         """Sends the request to a slot, which the caller has found free."""
         assert self._transport is not None
-        id = ticket.request.id
-        self._live[id] = ticket
-        self._unstarted.add(id)
-        self._outgoing.append(ticket.sent_to(self))
+        request, stream, frame = ticket.request, ticket.stream, ticket.frame
+        stream.link, stream.sent_at = self, time.monotonic()
+        if ticket.trace is not None:
+            frame = encode(Submit(msgspec.structs.replace(request, trace=ticket.trace.sent(self.id))))
+        self._live[request.id] = ticket
+        self._unstarted.add(request.id)
+        self._outgoing.append(frame)
         if len(self._outgoing) == 1:  # all that is sent in one turn of the loop is one write
-            self._later(self._flush)
+            asyncio.get_running_loop().call_soon(self._flush)
 
     def cancel(self, ticket: Ticket) -> None:
         """Cancels the request at the replica; its slot counts as taken until the replica confirms."""
@@ -156,7 +156,8 @@ class ReplicaLink(asyncio.Protocol):
     def retire(self) -> None:
         """Sends nothing more to a replica that left the routes, and hangs up when its requests have ended."""
         self._retired = True
-        self._hang_up_when_idle()
+        if not self._live:
+            self.close()
 
     def close(self) -> None:
         if self._transport is not None:
@@ -169,119 +170,95 @@ class ReplicaLink(asyncio.Protocol):
         self._transport.write(encode(self._hello))
 
     def data_received(self, data: bytes) -> None:
-        try:
-            for message in self._reader.feed(data):
-                self._receive(message)
-        except WireError as error:
-            log.error("disconnecting %s, which sent an invalid message: %s", self.route.id, error)
-            self.broken = True
-            self.close()
-        self._notify()
+        self._owner.arrived(self, self.read(data))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
         lost, self._live = list(self._live.values()), {}
         self._unstarted.clear()
         self.closed.set()
-        self._on_lost(self, lost)
+        self._owner.arrived(self, Arrived(time.monotonic(), closed=True, lost=lost))
 
-    def _receive(self, message: Message) -> None:
-        if isinstance(message, Step):
-            self._deliver(message)
-        elif isinstance(message, Room):
-            self._full = False
-            self._on_change()
-        elif isinstance(message, Welcome):
-            self._receive_welcome(message)
-        elif isinstance(message, Refused):
-            self.refused = True
-            log.error("%s refused the connection: %s", self.route.id, message.reason)
-        else:
-            raise WireError(f"a replica does not send {type(message).__name__}")
+    # What arrives
 
-    def _receive_welcome(self, welcome: Welcome) -> None:
-        if (reason := mismatch(welcome.protocol)) is not None:
-            self.refused = True
-            version, ours = welcome.version, corewright_version()
-            log.error("%s runs corewright %s, and this gateway %s: %s", self.route.id, version, ours, reason)
+    def read(self, data: bytes) -> Arrived:
+        """Returns what a read has brought."""
+        arrived = Arrived(time.monotonic())
+        try:
+            for message in self._reader.feed(data):
+                if isinstance(message, Step):
+                    self._read_step(message.events, arrived)
+                elif isinstance(message, Room):
+                    self._full, arrived.freed = False, True
+                else:
+                    self._read_greeting(message, arrived)
+        except WireError as error:
+            log.error("disconnecting %s, which sent an invalid message: %s", self.id, error)
+            self.broken = True
             self.close()
-            return
-        self.welcome = welcome
-        if welcome.prefix_block:
-            self.prefixes = PrefixIndex(max(1, welcome.slots * welcome.max_len // welcome.prefix_block))
-        self._on_change()
+        if arrived.ended:
+            self.stepped_at = arrived.at if self._live else NEVER
+            for ticket in arrived.ended:
+                stream = ticket.stream
+                if stream.produced > 1 and stream.first_at:
+                    self._pace.ended(arrived.at - stream.first_at, stream.produced - 1)
+        elif arrived.touched and len(self._live) > len(self._unstarted):
+            self.stepped_at = arrived.at
+        if self._retired and not self._live:
+            self.close()
+        return arrived
 
-    def _deliver(self, step: Step) -> None:
-        busy: list[Ticket] = []
-        ended: list[Ticket] = []
-        for event in step.events:
+    def _read_greeting(self, message: Message, arrived: Arrived) -> None:
+        """Reads the first message of a replica. Raises WireError for another one."""
+        if isinstance(message, Refused):
+            self.refused = True
+            log.error("%s refused the connection: %s", self.id, message.reason)
+        elif not isinstance(message, Welcome):
+            raise WireError(f"a replica does not send {type(message).__name__}")
+        elif (reason := mismatch(message.protocol)) is not None:
+            self.refused = True
+            version, ours = message.version, corewright_version()
+            log.error("%s runs corewright %s, and this gateway %s: %s", self.id, version, ours, reason)
+            self.close()
+        else:
+            self.welcome, arrived.freed = message, True
+            if message.prefix_block:
+                self.prefixes = PrefixIndex(max(1, message.slots * message.max_len // message.prefix_block))
+
+    def _read_step(self, events: Sequence[TokenEvent], arrived: Arrived) -> None:
+        """Adds the events of a step to the streams of their tickets."""
+        for event in events:
             ticket = self._live.get(event.id)
             if ticket is None:
                 continue
-            finish = event.finish
-            if finish is None:
-                stream = ticket.stream
-                stream.deliver(event)
-                if event.part is not None and self._transport is not None:
-                    self._transport.write(encode(Taken(event.id, len(event.part.data))))
-                if not stream.touched:
-                    self._touch(ticket)
-                continue
-            self._unstarted.discard(event.id)
-            del self._live[event.id]
-            if finish is FinishReason.BUSY:
-                self._full = True
-                busy.append(ticket)
-                continue
-            if finish is FinishReason.REFUSED or (finish is FinishReason.UNSERVED and ticket.can_retry):
-                self._drains = self._drains or finish is FinishReason.REFUSED
-                self._on_lost(self, [ticket])
-                continue
-            if event.part is not None and event.part.prompt_tokens is not None:
-                ticket.tokens = event.part.prompt_tokens
-            if finish is not FinishReason.CANCELLED:
-                ticket.stream.deliver(event)
-                if not ticket.stream.touched:
-                    self._touch(ticket)
-            self._full = False  # its slot is free
-            ended.append(ticket)
-        if ended:
-            now = time.monotonic()
-            for ticket in ended:
-                stream = ticket.stream
-                if stream.produced > 1 and stream.first_at:
-                    self._pace.ended(now - stream.first_at, stream.produced - 1)
-            self.stepped_at = now if self._live else NEVER
-            self._on_ended(ended, now)
-        for ticket in reversed(busy):  # each goes to the head of the queue: this keeps their order
-            self._on_busy(ticket)
-        self._hang_up_when_idle()
-
-    def _touch(self, ticket: Ticket) -> None:
-        """Marks a ticket with new events in this read."""
-        ticket.stream.touched = True
-        self._touched.append(ticket)
-        self._unstarted.discard(ticket.id)
-
-    def _notify(self) -> None:
-        """Notifies the sinks, once for all steps of one read."""
-        if not self._touched:
-            return
-        touched, self._touched = self._touched, []
-        now = time.monotonic()
-        if len(self._live) > len(self._unstarted):
-            self.stepped_at = now
-        for ticket in touched:
+            finish, part = event.finish, event.part
+            if finish is not None:
+                del self._live[event.id]
+                self._unstarted.discard(event.id)
+                if finish is FinishReason.BUSY:
+                    self._full = True
+                    arrived.busy.append(ticket)
+                    continue
+                if finish is FinishReason.REFUSED or (finish is FinishReason.UNSERVED and ticket.can_retry):
+                    self.drains = self.drains or finish is FinishReason.REFUSED
+                    arrived.lost.append(ticket)
+                    continue
+                self._full = False  # its slot is free
+                arrived.ended.append(ticket)
+                if part is not None and part.prompt_tokens is not None:
+                    ticket.tokens = part.prompt_tokens
+                if finish is FinishReason.CANCELLED:
+                    continue
+            elif part is not None and self._transport is not None:
+                self._transport.write(encode(Taken(event.id, len(part.data))))
             stream = ticket.stream
-            stream.touched = False
-            if not ticket.left and stream.events:
-                try:
-                    ticket.sink.on_events(ticket, now)
-                except Exception:  # one answer must not end the shared connection
-                    log.exception("cannot write the answer to request %s", ticket.x_request_id)
-                    ticket.leave()
-                    ticket.sink.on_failure(ticket, internal_error())
-
-    def _hang_up_when_idle(self) -> None:
-        if self._retired and not self._live:
-            self.close()
+            stream.events.append(event)
+            if part is None:
+                stream.produced += len(event.token_ids)
+            else:
+                stream.produced += part.tokens
+                stream.work_s, stream.batches_s = part.work_s, part.batches_s
+            if not stream.touched:
+                stream.touched = True
+                arrived.touched.append(ticket)
+                self._unstarted.discard(event.id)

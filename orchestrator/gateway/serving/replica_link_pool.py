@@ -7,16 +7,17 @@ import logging
 import ssl
 import time
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec.structs
 
 from orchestrator.gateway.openai.request_builder import RequestLimits
-from orchestrator.gateway.serving.replica_link import ReplicaLink
+from orchestrator.gateway.serving.replica_link import Arrived, LinkOwner, ReplicaLink
 from orchestrator.messages.route_table import ModelRoutes, Route
 from workers.messages.credentials import REPLICA, Credentials, client_context
-from workers.messages.wire import GATEWAY_S, watch_link
+from workers.messages.wire import GATEWAY_S, Hello, watch_link
 from workers.serving.dataplane import HANDSHAKE_S, TLS_SCHEME
 
 P = TypeVar("P", bound=asyncio.Protocol)
@@ -59,31 +60,36 @@ async def open_link(
     return transport, protocol
 
 
+@dataclass(frozen=True)
+class LinkSettings:
+    """What a gateway needs to connect to replicas."""
+
+    gateway: str  # its id
+    token: str  # of the fleet
+    machine: str = ""  # that of the gateway, by its address
+    credentials: Credentials | None = None  # for replicas on other machines
+
+
+class LinksOwner(LinkOwner, Protocol):
+    """The queue whose requests all replicas of a model serve."""
+
+    def unreachable(self) -> None:
+        """Called again and again while no replica can be reached."""
+        ...
+
+    def unusable(self) -> None:
+        """Called when a replica refuses this gateway and no other replica serves it."""
+        ...
+
+
 class ReplicaLinks:
     """The open links, in the order in which they were opened, those to replicas of this machine first: of equally good
     ones the first is chosen. Owned by the gateway's event loop."""
 
-    def __init__(
-        self,
-        routes: ModelRoutes,
-        make: Callable[[Route], ReplicaLink],
-        *,
-        machine: str = "",
-        credentials: Credentials | None,
-        on_open: Callable[[], None],
-        on_unreachable: Callable[[], None],
-        on_unusable: Callable[[], None],
-    ) -> None:
-        """``machine`` is that of this gateway, by its address; ``credentials`` are for replicas on others. ``on_open``
-        is called when a link is open, ``on_unreachable`` again and again while no replica can be reached, and
-        ``on_unusable`` when a replica refuses this gateway and no other replica serves it."""
+    def __init__(self, routes: ModelRoutes, settings: LinkSettings, owner: LinksOwner) -> None:
         self._routes = routes
-        self._make = make
-        self._machine = machine
-        self._credentials = credentials
-        self._on_open = on_open
-        self._on_unreachable = on_unreachable
-        self._on_unusable = on_unusable
+        self._settings = settings
+        self._owner = owner
         self._links: dict[Route, ReplicaLink] = {}
         self._keeping: dict[Route, asyncio.Task[None]] = {}
         self._refused: set[Route] = set()  # replicas that refused this gateway, or have another version
@@ -119,7 +125,7 @@ class ReplicaLinks:
         """Returns whether the routes have replicas, all on this machine and unreachable. The loss of another machine is
         no reason to stop serving other models here."""
         replicas = self._routes.replicas
-        near = all(route.is_on(self._machine) for route in replicas)
+        near = all(route.is_on(self._settings.machine) for route in replicas)
         return bool(replicas) and near and len(self.unreachable(now)) == len(replicas)
 
     def update(self, routes: ModelRoutes) -> None:
@@ -169,6 +175,10 @@ class ReplicaLinks:
         for link in list(self):
             link.close()
 
+    def new_link(self, route: Route) -> ReplicaLink:
+        """Returns a link that is not connected yet."""
+        return ReplicaLink(route, Hello(self._settings.gateway, self._settings.token, route.epoch), self._owner)
+
     def _keep_link(self, route: Route) -> None:
         if route in self._routes.replicas and route not in self._keeping and route not in self._refused:
             task = asyncio.get_running_loop().create_task(self._keep(route))
@@ -189,16 +199,17 @@ class ReplicaLinks:
 
     async def _keep(self, route: Route) -> None:
         """Keeps a link to the replica while it is in the routes: a lost link does not mean a lost replica."""
-        loop, pause_s, address = asyncio.get_running_loop(), RECONNECT_S, route.address(self._machine)
+        loop, settings, pause_s = asyncio.get_running_loop(), self._settings, RECONNECT_S
+        address = route.address(settings.machine)
         while route in self._routes.replicas:
             try:
-                connecting = open_link(loop, lambda: self._make(route), address, self._credentials)
+                connecting = open_link(loop, lambda: self.new_link(route), address, settings.credentials)
                 _, link = await asyncio.wait_for(connecting, CONNECT_DEADLINE_S)
             except (OSError, asyncio.TimeoutError) as error:
                 level = logging.WARNING if pause_s < MAX_RECONNECT_S else logging.DEBUG
                 log.log(level, "cannot connect to %s at %s: %s", route.id, address, error)
                 if not self.reachable:
-                    self._on_unreachable()
+                    self._owner.unreachable()
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, MAX_RECONNECT_S)
                 continue
@@ -207,13 +218,13 @@ class ReplicaLinks:
                 return
             if not link.closed.is_set():
                 opened = [*self._links.items(), (route, link)]
-                self._links = dict(sorted(opened, key=lambda item: not item[0].is_on(self._machine)))
-                self._on_open()  # its Welcome may have arrived already
+                self._links = dict(sorted(opened, key=lambda item: not item[0].is_on(settings.machine)))
+                self._owner.arrived(link, Arrived(time.monotonic(), freed=True))  # its Welcome may have come before
             await link.closed.wait()
             if link.refused:
                 self._refused.add(route)
                 if not self.slots:
-                    self._on_unusable()
+                    self._owner.unusable()
                 return
             if link.welcome is None:  # the replica hung up at once: back off
                 await asyncio.sleep(pause_s)

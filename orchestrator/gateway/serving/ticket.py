@@ -1,4 +1,4 @@
-"""The state of one request: in the queue, on a replica, or ended."""
+"""One request in a gateway: its parameters, the current attempt to answer it, and its outcome."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from orchestrator.gateway.serving.replica_link import ReplicaLink
     from orchestrator.gateway.telemetry.gateway_metrics import ModelMetrics
     from orchestrator.gateway.telemetry.request_spans import TraceHandle
+    from orchestrator.messages.route_table import ModelRoutes
     from orchestrator.scaling.demand_report import RoutingDecision
 
 
@@ -121,25 +122,9 @@ class Sink(Protocol):
         ...
 
 
-class TicketOwner(Protocol):
-    """The queue in which tickets wait and from which they are sent."""
-
-    def on_left(self, ticket: Ticket) -> None:
-        """Called when the client no longer waits: removes the ticket from the queue or its slot."""
-        ...
-
-    def on_renewed(self, ticket: Ticket, growth: int) -> None:
-        """Called when a waiting ticket was tokenized again; its size grew by ``growth`` bytes."""
-        ...
-
-    def on_began(self, ticket: Ticket, now: float) -> None:
-        """Called when the first token was taken."""
-        ...
-
-
 class Stream(msgspec.Struct, eq=False):
-    """One attempt to answer a request: what a replica has sent, and what the sink has made of it. Times are monotonic
-    seconds, 0 before they are set.
+    """One attempt to answer a request: what its link has received from a replica, and what the sink has made of it.
+    Times are monotonic seconds, 0 before they are set.
 
     Events that the sink has not taken can be thrown away, and the request sent to another replica. Once an event is
     taken, the request fails with its replica."""
@@ -148,7 +133,7 @@ class Stream(msgspec.Struct, eq=False):
     sent_at: float = 0.0
     events: list[TokenEvent] = msgspec.field(default_factory=list)
     produced: int = 0  # tokens so far
-    touched: bool = False  # the sink must be notified of events
+    touched: bool = False  # the sink will be notified of events of the current read
     taken: bool = False
     first_at: float = 0.0
     last_at: float = 0.0
@@ -157,15 +142,6 @@ class Stream(msgspec.Struct, eq=False):
     batches_s: float = 0.0
     metrics: ModelMetrics | None = None  # from the first token on
 
-    def deliver(self, event: TokenEvent) -> None:
-        self.events.append(event)
-        part = event.part
-        if part is None:
-            self.produced += len(event.token_ids)
-            return
-        self.produced += part.tokens
-        self.work_s, self.batches_s = part.work_s, part.batches_s
-
     def take(self) -> list[TokenEvent]:
         """Returns the events since the last call."""
         self.taken = True
@@ -173,13 +149,16 @@ class Stream(msgspec.Struct, eq=False):
         return events
 
 
+Outcome = FinishReason | ApiError
+
+
 class Ticket(Entry):
-    """A request in the gateway, made by ``ticket_for``: its place in the queue, and the current attempt to answer it.
-    The link and the sink change only its ``stream``, the dispatcher only its record as an `Entry`."""
+    """A request in the gateway, made by ``ticket_for``, with the current attempt to answer it and one outcome. It is a
+    value of its queue: the link and the sink change only its ``stream``, the dispatcher only its record as an
+    `Entry`."""
 
     request: GenerateRequest
     sink: Sink
-    _owner: TicketOwner
     terms: SchedulingParameters
     frame: bytes
     timer: asyncio.TimerHandle | None = None  # for the end of its wait
@@ -190,7 +169,7 @@ class Ticket(Entry):
     x_request_id: str = ""  # its id for the client and in the log; ``id`` is the replica's
     reading: str = ""  # `ModelRoutes.reading` when its prompt was tokenized
     slot_tokens: int = 0  # that its slot must hold: the prompt and the longest answer, or the longest input
-    left: bool = False  # the client no longer waits for it
+    outcome: Outcome | None = None  # set once: how its answer ended, CANCELLED by the client, or why there is none
     trace: TraceHandle | None = None
     stream: Stream = msgspec.field(default_factory=Stream)
 
@@ -206,65 +185,50 @@ class Ticket(Entry):
 
     @property
     def can_retry(self) -> bool:
-        return not self.stream.taken and not self.left and self.retries < MAX_RETRIES
+        return not self.stream.taken and self.outcome is None and self.retries < MAX_RETRIES
 
-    def sent_to(self, link: ReplicaLink) -> bytes:
-        """Assigns the ticket to ``link``, and returns the frame to send."""
-        self.stream.link = link
-        self.stream.sent_at = time.monotonic()
-        if self.trace is None:
-            return self.frame
-        return encode(Submit(msgspec.structs.replace(self.request, trace=self.trace.sent(link.route.id))))
+    def is_outdated(self, routes: ModelRoutes) -> bool:
+        """Returns whether it must be tokenized again: the routes have another tokenizer or template, or shorter
+        slots."""
+        if self.request.forwarded is not None:
+            return not (routes.forwards or routes.reads_parts)
+        return self.reading != routes.reading or self.slot_tokens > routes.max_len
 
-    def renew(self, request: GenerateRequest) -> None:
-        """Replaces the request of a waiting ticket. Raises ApiError for a request that no frame can hold."""
-        before, self.frame = self.size, _framed(request)
-        self.request = request
-        self.prompt_ids = request.prompt_ids
-        self.size, self.tokens, self.slot_tokens = len(self.frame), *_tokens_of(request)
-        self._owner.on_renewed(self, self.size - before)
+    def renew(self, request: GenerateRequest, reading: str) -> int:
+        """Replaces the request of a waiting ticket, and returns by how many bytes it has grown. Raises ApiError for a
+        request that no frame can hold."""
+        before = self.size
+        self.frame, self.tokens, self.slot_tokens = _measured(request)
+        self.size, self.request, self.prompt_ids, self.reading = len(self.frame), request, request.prompt_ids, reading
+        return self.size - before
 
     def stop_timer(self) -> None:
         if self.timer is not None:
             self.timer.cancel()
             self.timer = None
 
-    def requeue(self) -> None:
-        """Returns the ticket to the queue: the replica had no slot for it."""
+    def restart(self, *, lost: bool) -> None:
+        """Resets the ticket for its next attempt: its replica was lost, or else had no slot for it."""
+        if lost:
+            self.retries += 1
+            if self.stream.produced:
+                self.deadline = None  # it was met
         self.stream = Stream()
         if self.trace is not None:
             self.trace.queued()
 
     def fail(self, error: ApiError) -> None:
         """Fails a ticket that is in no queue and on no replica."""
-        if not self.left:
-            self.left = True
+        if self.outcome is None:
+            self.outcome = error
             self.sink.on_failure(self, error)
 
-    def restart(self) -> None:
-        """Resets the ticket for another replica after its replica was lost."""
-        self.retries += 1
-        if self.stream.produced:
-            self.deadline = None  # it was met
-        self.requeue()
 
-    def leave(self) -> None:
-        """Cancels the ticket: its client is gone, or has all it needs."""
-        if not self.left:
-            self.left = True
-            self._owner.on_left(self)
-
-    def began(self, now: float) -> None:
-        """Records that the first token was taken."""
-        self._owner.on_began(self, now)
-
-
-def ticket_for(request: GenerateRequest, sink: Sink, owner: TicketOwner, terms: SchedulingParameters = PLAIN) -> Ticket:
+def ticket_for(request: GenerateRequest, sink: Sink, terms: SchedulingParameters = PLAIN) -> Ticket:
     """Returns the ticket of a new request. Raises ApiError for a request that no frame can hold."""
-    frame, now = _framed(request), time.monotonic()
-    tokens, slot_tokens = _tokens_of(request)
+    frame, tokens, slot_tokens = _measured(request)
     ticket = Ticket(
-        terms.tenant, terms.priority, now, terms.deadline, len(frame), tokens, request, sink, owner, terms, frame
+        terms.tenant, terms.priority, time.monotonic(), terms.deadline, len(frame), tokens, request, sink, terms, frame
     )
     ticket.session, ticket.prompt_ids, ticket.slot_tokens = terms.session, request.prompt_ids, slot_tokens
     if request.adapter and not ticket.session:  # its replica has the adapter loaded
@@ -272,18 +236,17 @@ def ticket_for(request: GenerateRequest, sink: Sink, owner: TicketOwner, terms: 
     return ticket
 
 
-def _tokens_of(request: GenerateRequest) -> tuple[int, int]:
-    """Returns the tokens of the prompt or of all inputs, and those that its slot must hold."""
-    if request.forwarded is not None:
-        return len(request.forwarded.body) // BYTES_OF_TOKEN, 0
-    if request.inputs:
-        lengths = [len(input.ids) for input in request.inputs]
-        return sum(lengths), max(lengths)
-    return len(request.prompt_ids), len(request.prompt_ids) + request.max_tokens
-
-
-def _framed(request: GenerateRequest) -> bytes:
+def _measured(request: GenerateRequest) -> tuple[bytes, int, int]:
+    """Returns the frame of a request, the tokens of the prompt or of all inputs, and those that its slot must hold.
+    Raises ApiError for a request that no frame can hold."""
     try:
-        return encode(Submit(request))
+        frame = encode(Submit(request))
     except (OverflowError, WireError) as error:
         raise invalid(f"the request cannot be sent to a replica: {error}") from None
+    if request.forwarded is not None:
+        return frame, len(request.forwarded.body) // BYTES_OF_TOKEN, 0
+    if request.inputs:
+        lengths = [len(input.ids) for input in request.inputs]
+        return frame, sum(lengths), max(lengths)
+    prompt_tokens = len(request.prompt_ids)
+    return frame, prompt_tokens, prompt_tokens + request.max_tokens

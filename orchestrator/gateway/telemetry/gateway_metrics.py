@@ -148,7 +148,8 @@ class GatewayMetrics:
         self._names: set[str] = set()
         self._refused: Counter[tuple[str, ...]] = Counter()
         self._retries: Counter[tuple[str, ...]] = Counter()
-        self._overhead = Histogram(OVERHEAD_S)
+        # The time that this gateway added to a request: all but the waits for a slot and for the replica.
+        self.overhead = Histogram(OVERHEAD_S)
 
     def model(self, name: str, replica: int | None) -> ModelMetrics:
         """Returns the metrics of that model on that replica; None: of requests that ended in the queue."""
@@ -167,10 +168,6 @@ class GatewayMetrics:
     def retried(self, model: str, kind: str) -> None:
         """Counts a request that moves to another replica; ``kind`` is the cause: `lost` or `draining`."""
         self._retries[(model, kind)] += 1
-
-    def overhead(self, seconds: float) -> None:
-        """Counts the time that this gateway added to one request: all but the waits for a slot and for the replica."""
-        self._overhead.observe(seconds)
 
     def loads(self) -> list[ModelLoad]:
         """Returns what has been counted for each model, with its adapters, since the start of this gateway."""
@@ -234,7 +231,7 @@ class GatewayMetrics:
         help = "Requests moved to another replica, by cause."
         yield by_label("corewright_request_retries", "counter", help, ("model", "kind"), self._retries)
         help = "Time the gateway adds to a request, without the waits for a slot and for the replica."
-        yield _family("corewright_gateway_overhead_seconds", help, OVERHEAD_S, [self._overhead.point()], ())
+        yield _family("corewright_gateway_overhead_seconds", help, OVERHEAD_S, [self.overhead.point()], ())
         yield gauge("corewright_connections", "Open client connections.", vitals.connections)
         yield gauge("corewright_keys", "Valid API keys.", vitals.keys)
         help = "API keys used within the last five minutes."

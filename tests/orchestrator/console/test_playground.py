@@ -65,8 +65,8 @@ def test_a_page_that_leaves_ends_its_request(
     with httpx.stream("POST", admin.url + PLAYGROUND_PATH, json=body, headers=KEY) as answer:
         lines = answer.iter_lines()  # kept: httpx hangs up when its iterator is collected
         next(lines)
-        assert gateway.queue("chat").live == 1
-    until(lambda: gateway.queue("chat").live == 0, 10, "the slot is free")
+        assert gateway.queue("chat").links.live == 1
+    until(lambda: gateway.queue("chat").links.live == 0, 10, "the slot is free")
 
 
 @pytest.mark.browser

@@ -8,12 +8,13 @@ import itertools
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec.structs
 import pytest
 
 from orchestrator.gateway.serving import replica_link_pool as links_of
-from orchestrator.gateway.serving.replica_link_pool import MAX_RECONNECT_S, ReplicaLinks
+from orchestrator.gateway.serving.replica_link_pool import MAX_RECONNECT_S, LinkSettings, ReplicaLinks
 from orchestrator.gateway.telemetry.exposition import page
 from orchestrator.messages.gateway_calls import GATEWAY_LOST_S
 from orchestrator.messages.route_table import Route
@@ -101,8 +102,7 @@ def test_retries_of_an_unreachable_replica_become_rarer(monkeypatch: pytest.Monk
 
     async def live() -> None:
         monkeypatch.setattr(links_of, "open_link", refused)
-        nothing: dict[str, Any] = dict.fromkeys(("on_open", "on_unreachable", "on_unusable"), lambda: None)
-        links = ReplicaLinks(routes("m"), refused, credentials=None, **nothing)  # type: ignore[arg-type]
+        links = ReplicaLinks(routes("m"), LinkSettings("g", "t"), Mock())
         links.update(msgspec.structs.replace(routes("m"), replicas=[Route("m/0", 1, "/nowhere/s")]))
         await asyncio.sleep(60.0)
         await links.stop()

@@ -21,7 +21,7 @@ from orchestrator.dispatch.dispatcher import (
     Refusal,
     Unreachable,
 )
-from orchestrator.dispatch.prefix_index import PrefixIndex
+from orchestrator.dispatch.replica_choice import PrefixIndex
 from tests.searches import search
 
 
@@ -35,6 +35,7 @@ class PlayedLink:
     produced: dict[Entry, int] = field(default_factory=dict)
     prefilling: int = 0
     pace: float = 0.0
+    stepped_at: float = 0.0
 
     @property
     def live(self) -> int:
@@ -64,7 +65,7 @@ class Played:
         self.refused: list[tuple[Entry, Refusal]] = []
         self.busy: set[str] = set()  # replicas without a slot, which the gateway does not know
         self.dispatcher: Dispatcher[Entry, PlayedLink] = Dispatcher(
-            QueueSettings(**{"hold_s": 60.0} | chosen), self, self, stepped_at=lambda link: 0.0
+            QueueSettings(**{"hold_s": 60.0} | chosen), self, self
         )
 
     def __iter__(self) -> Iterator[PlayedLink]:
@@ -106,8 +107,7 @@ class Played:
     def lose(self, entry: Entry, now: float = 0.0) -> None:
         (link,) = [link for link in self.links if entry in link.produced]
         del link.produced[entry]
-        self.dispatcher.put_back(entry, lost=True)
-        self.dispatcher.resume((entry,), now)
+        self.dispatcher.put_back([entry], now, lost=True)
 
 
 def test_a_request_for_a_taken_slot_waits_until_it_is_free() -> None:
@@ -134,7 +134,7 @@ def test_a_replica_that_is_busy_after_all_is_passed_over() -> None:
 
 def test_a_deadline_that_cannot_be_met_is_refused_at_once() -> None:
     played = Played(1)
-    played.dispatcher.waits.mean_service_s = 20.0
+    played.dispatcher.mean_service_s = 20.0
     played.arrive()
     _, refusal = played.arrive(deadline=5.0)
     assert refusal == Unreachable(20.0, 5.0)
@@ -144,7 +144,7 @@ def test_a_deadline_that_cannot_be_met_is_refused_at_once() -> None:
 
 def test_slots_that_are_reserved_for_others_lengthen_the_predicted_wait() -> None:
     played = Played(2)
-    played.dispatcher.waits.mean_service_s = 20.0
+    played.dispatcher.mean_service_s = 20.0
     played.end(played.arrive(priority=-1)[0], held_s=20.0)
     played.arrive()
     assert played.arrive(deadline=5.0)[1] == Unreachable(20.0, 5.0)
@@ -175,7 +175,7 @@ def test_the_longest_wait_is_that_of_the_oldest_waiting_request() -> None:
 
 def test_the_next_place_is_free_when_one_request_more_has_left_the_line() -> None:
     played = Played(2)
-    played.dispatcher.waits.mean_service_s = 10.0
+    played.dispatcher.mean_service_s = 10.0
     for _ in range(2):
         played.arrive()
     assert [played.dispatcher.next_place_s(waiting) for waiting in (0, 1, 2)] == [math.inf, 5.0, 5.0]
@@ -187,7 +187,7 @@ def test_only_answered_requests_count_for_the_mean_service_time() -> None:
     played = Played(1)
     entry, _ = played.arrive()
     played.dispatcher.ended(entry, 50.0, 0, 0.0, answered=False)
-    assert played.dispatcher.waits.mean_service_s == 1.0
+    assert played.dispatcher.mean_service_s == 1.0
 
 
 def test_a_cleared_dispatcher_holds_only_live_requests() -> None:
@@ -399,9 +399,11 @@ def test_a_request_that_is_sent_again_pays_for_its_prompt_once(lost: bool) -> No
     if lost:
         played.dispatcher.charge(entry, 5)
     played.links[0].produced.clear()
-    played.dispatcher.put_back(entry, lost=lost)
+    played.links[0].slots = 0
+    played.dispatcher.put_back([entry], 0.0, lost=lost)
     assert played.dispatcher.lines[0].counter("a") == (10.0 if lost else 0.0)
-    played.dispatcher.resume((entry,), 0.0)
+    played.links[0].slots = 1
+    played.dispatcher.pump(0.0)
     assert played.dispatcher.lines[0].counter("a") == 10.0
 
 
@@ -446,7 +448,8 @@ def test_charges_to_earlier_lines_are_not_refunded_to_new_ones(lost: bool) -> No
     dispatcher.lines[0].charge("a", 500)
     dispatcher.charge(live, 130)
     assert dispatcher.lines[0].counter("a") == 560.0
-    dispatcher.put_back(live, lost=lost)
+    played.links[0].slots = 0
+    dispatcher.put_back([live], 0.0, lost=lost)
     assert dispatcher.lines[0].counter("a") == (500.0 if lost else 560.0)
     assert live.carried <= live.charged
 

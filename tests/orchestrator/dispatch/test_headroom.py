@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.dispatch.headroom import MOST_CLASSES, WINDOW_S, Headroom
+from orchestrator.dispatch.dispatcher import MOST_CLASSES, WINDOW_S, Headroom
 
 
 def test_no_slot_is_reserved_if_all_requests_are_equally_urgent() -> None:

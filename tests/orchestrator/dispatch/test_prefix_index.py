@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from orchestrator.dispatch.prefix_index import PrefixIndex, chain
+from orchestrator.dispatch.replica_choice import PrefixIndex, chain
 
 
 def test_the_oldest_prompt_is_forgotten_first_and_from_its_end() -> None:
@@ -21,6 +21,6 @@ def test_the_oldest_prompt_is_forgotten_first_and_from_its_end() -> None:
 
 def test_digests_are_the_same_in_every_process() -> None:
     """So that two runs decide alike."""
-    code = "from orchestrator.dispatch.prefix_index import chain; print(chain(range(64), 16))"
+    code = "from orchestrator.dispatch.replica_choice import chain; print(chain(range(64), 16))"
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert output.strip() == str(chain(range(64), 16))

@@ -19,6 +19,7 @@ class Replica:
     free_slots: int = 1
     prefilling: int = 0
     pace: float = 0.02
+    stepped_at: float = 0.0
 
 
 def chosen(*replicas: Replica, **affinity: float) -> set[str | None]:
@@ -70,14 +71,12 @@ def test_the_replica_whose_step_ends_first_is_preferred() -> None:
     """A prompt is read between two steps: among equals the one that has been in its step the longest, regardless of
     free slots; but not before a faster one, or one with an affinity.
     """
-    replicas = [Replica("a", 4), Replica("b", 1), Replica("c", 2)]
-    times = {"a": 10.02, "b": 10.01, "c": 10.03, "fast": 10.04}
-    for order in permutations(replicas):
-        assert choose(order, None, lambda replica: times[replica.name]) == Replica("b", 1)
-    assert choose([*replicas, fast := Replica("fast", pace=0.01)], None, lambda replica: times[replica.name]) is fast
-    assert choose(replicas, lambda replica: float(replica.name == "c"), lambda replica: times[replica.name]) == Replica(
-        "c", 2
-    )
+    replicas = [
+        Replica(name, slots, stepped_at=at) for name, slots, at in (("a", 4, 2.2), ("b", 1, 2.1), ("c", 2, 2.3))
+    ]
+    assert chosen(*replicas) == {"b"}
+    assert chosen(*replicas, Replica("fast", pace=0.01, stepped_at=2.4)) == {"fast"}
+    assert chosen(*replicas, c=1.0) == {"c"}
 
 
 def test_affinity_is_not_computed_if_it_cannot_count() -> None:

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from orchestrator.gateway.serving.model_queue import ModelQueue
+from orchestrator.gateway.serving.replica_link_pool import LinkSettings
 from orchestrator.messages.route_table import Route
 from tests.fleet import LiveFleet, until
 from tests.orchestrator.certificates import Authority
@@ -70,7 +71,7 @@ def test_two_gateways_share_replicas_and_lose_nothing(replicas: list[Served]) ->
         assert steady.wrong == []
         assert guard.most == 2
         for gateway in (first, second):
-            until(lambda gateway=gateway: gateway.queue("m").live == 0, 5, "nothing runs")  # type: ignore[misc]
+            until(lambda gateway=gateway: gateway.queue("m").links.live == 0, 5, "nothing runs")  # type: ignore[misc]
             assert gateway.queue("m").waiting == 0
     finally:
         first.close()
@@ -149,7 +150,7 @@ async def test_a_queue_ends_while_its_links_reconnect(ticks: int, tmp_path: Path
     path = tmp_path / "nobody"
     models = routes("m")
     table = msgspec.structs.replace(models, replicas=[Route("m/0", 1, str(path))])
-    queue = ModelQueue(table, gateway="g", token="t", credentials=None, wake=lambda name: None)
+    queue = ModelQueue(table, LinkSettings("g", "t"), wake=lambda name: None)
     queue.update(table)
     for _ in range(ticks):
         await asyncio.sleep(0)

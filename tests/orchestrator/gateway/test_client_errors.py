@@ -226,7 +226,7 @@ def leftovers(gateway: LiveGateway) -> dict[str, int]:
     queues = gateway.queues.values()
     return {
         "waiting": sum(queue.waiting for queue in queues),
-        "live": sum(queue.live for queue in queues),
+        "live": sum(queue.links.live for queue in queues),
         "files": len(list(Path("/proc/self/fd").iterdir())),
         "threads": threading.active_count(),
     }

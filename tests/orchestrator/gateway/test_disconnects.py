@@ -69,7 +69,7 @@ class Beside:
         for number, wire in enumerate(self._wires):
             body = {"model": "m", "prompt": f"beside {number}", "max_tokens": BESIDE, "return_token_ids": True}
             wire.send(post(body))
-        until(lambda: gateway.queue("m").live == slots, 10, "they have their slots")
+        until(lambda: gateway.queue("m").links.live == slots, 10, "they have their slots")
         run_until(served, lambda: started(gateway) == slots)
 
     def end(self) -> None:
@@ -141,7 +141,7 @@ def go_away(
     if phase == "queued":
         until(lambda: queue.waiting == count, 10, "it waits")
     else:
-        until(lambda: queue.live == others + count, 10, "it has its slots")
+        until(lambda: queue.links.live == others + count, 10, "it has its slots")
         run_until(served, lambda: stats().live > others)
     if phase == "decode":
         run_until(served, lambda: started(gateway) == others + count)
@@ -156,12 +156,12 @@ def go_away(
         served.turn()
         until(lambda: stats().live == others and served.cancelled == 0, 10, "the slots are free")
         served.turn()  # its events reach the gateway
-        until(lambda: queue.live == others, 10, "the gateway may fill them")
+        until(lambda: queue.links.live == others, 10, "the gateway may fill them")
         assert stats().steps - steps == 2
     assert queue.waiting == 0
     wire.close()
     beside.end()
-    until(lambda: queue.live == 0 and stats().live == 0, 10, "nothing is left")
+    until(lambda: queue.links.live == 0 and stats().live == 0, 10, "nothing is left")
 
 
 @pytest.mark.parametrize("leave", [fin, pytest.param(rst, marks=pytest.mark.slow)])
@@ -199,7 +199,7 @@ def test_pipelined_requests_of_a_disconnected_client_are_never_started(plain: Li
         until(lambda: served.in_step, 10, "the first runs")  # before that a cancellation is over at once
     until(lambda: served.cancelled == 1, 10, "the first is cancelled")
     served.run_free()
-    until(lambda: plain.queue("m").live == 0 and served.batcher.stats.live == 0, 10, "nothing is left")
+    until(lambda: plain.queue("m").links.live == 0 and served.batcher.stats.live == 0, 10, "nothing is left")
     assert served.batcher.stats.steps <= 2
 
 
@@ -211,5 +211,5 @@ def test_a_client_that_disconnects_during_tokenization_leaves_nothing(plain: Liv
             wire.send(post({"model": "m", "prompt": "x" * 3000, "max_tokens": 500}))
     served.run_free()
     until(lambda: plain.connections == 0, 10, "all are gone")
-    until(lambda: plain.queue("m").live == 0 and plain.queue("m").waiting == 0, 10, "nothing waits or runs")
+    until(lambda: plain.queue("m").links.live == 0 and plain.queue("m").waiting == 0, 10, "nothing waits or runs")
     until(lambda: served.batcher.stats.live == 0, 10, "no slot is taken")

@@ -264,7 +264,7 @@ def test_a_client_that_leaves_cancels_its_request(gateway: LiveGateway, encoder:
         until(lambda: bool(replica.requests), 10, "it has reached the replica")
     until(lambda: bool(replica.batcher._cancelled), 10, "the cancellation has arrived")
     replica.engine.turns.release()  # type: ignore[attr-defined]
-    until(lambda: gateway.queue("e").live == 0, 10, "its slot is free")
+    until(lambda: gateway.queue("e").links.live == 0, 10, "its slot is free")
     assert replica.batcher.stats.live == 0
 
 

@@ -241,7 +241,7 @@ def test_a_server_that_begins_no_attempt_is_named_in_the_error(
     assert "no memory left" in response.json()["error"]["message"]
     assert response.headers["retry-after"] == "1"
     assert len(replica.calls) == 3
-    until(lambda: gateway.queue("m").live == 0, 10, "its slot is free")
+    until(lambda: gateway.queue("m").links.live == 0, 10, "its slot is free")
 
 
 @pytest.mark.parametrize(
@@ -409,7 +409,7 @@ def test_a_client_that_leaves_closes_the_servers_connection(gateway: LiveGateway
         next(response.iter_raw())
 
     assert gone.wait(10)
-    until(lambda: gateway.queue("m").live == 0 and replica.relay.stats.live == 0, 10, "the slot is free")
+    until(lambda: gateway.queue("m").links.live == 0 and replica.relay.stats.live == 0, 10, "the slot is free")
 
 
 def test_a_large_answer_passes_whole(gateway: LiveGateway, relayed: Make) -> None:

@@ -466,7 +466,7 @@ def test_thirty_thousand_invalid_requests_do_no_harm(served: Served, caplog: pyt
         assert min(watch.whole for watch in watches) >= 10
         assert sum(statuses.values()) >= REQUESTS - 100
         queue = gateway.queue("m")
-        until(lambda: queue.live == 0 and queue.waiting == 0, 10, "nothing waits or runs")
+        until(lambda: queue.links.live == 0 and queue.waiting == 0, 10, "nothing waits or runs")
         until(lambda: served.batcher.stats.live == 0, 10, "every slot is free")
         until(lambda: gateway.connections == 0, 10, "every connection is gone")
         assert served.batcher.stats.waiting == 0
@@ -531,6 +531,6 @@ def test_a_large_request_delays_other_clients_only_briefly(served: Served, what:
             answer = wire.answer()
         assert answer.status < 500
         assert gateway.cpu_s - before < HELD_UP_S
-        until(lambda: gateway.queue("m").live == 0 and gateway.queue("m").waiting == 0, 10, "nothing is left")
+        until(lambda: gateway.queue("m").links.live == 0 and gateway.queue("m").waiting == 0, 10, "nothing is left")
     finally:
         gateway.close()

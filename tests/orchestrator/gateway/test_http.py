@@ -918,7 +918,7 @@ def test_a_stream_that_began_before_its_key_was_revoked_is_completed() -> None:
             wire.read_until(b"data: ")
             keys.revoke("one")
             until(lambda: ask(gateway.port, completion_with(key)).status == 401, 5, "the key is refused")
-            assert gateway.queue("m").live == 1
+            assert gateway.queue("m").links.live == 1
             stream = wire.read_until(b"data: [DONE]\n\n")
             wire.read_until(b"0\r\n\r\n")
             assert b'"finish_reason":"length"' in stream

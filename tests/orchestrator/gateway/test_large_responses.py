@@ -158,7 +158,7 @@ def test_a_retried_answer_has_its_logprobs_once(gateway: LiveGateway, replicas: 
     first, second = sorted(replicas, key=lambda replica: -replica.submitted)
     for _ in range(40):
         first.step()
-    until(lambda: gateway.queue("m").live == 1 and _produced(gateway) >= 17, 10, "logprobs have come")
+    until(lambda: gateway.queue("m").links.live == 1 and _produced(gateway) >= 17, 10, "logprobs have come")
     first.plane.close()
     until(lambda: second.submitted == 1, 10, "it is sent again")
     for _ in range(100):

@@ -341,7 +341,7 @@ def test_a_client_that_disconnects_cancels_its_request(slow: tuple[LiveGateway, 
     with gateway.http.stream("POST", "/v1/messages", json=ASKS) as response:
         assert next(response.iter_lines()) == "event: message_start"
 
-    until(lambda: gateway.queue("m").live == 0, 10, "the request is cancelled")
+    until(lambda: gateway.queue("m").links.live == 0, 10, "the request is cancelled")
 
 
 def test_a_lost_replica_ends_a_begun_stream_with_an_error_event(slow: tuple[LiveGateway, Served]) -> None:

@@ -187,7 +187,7 @@ def test_an_unknown_model_is_not_a_label() -> None:
 def test_the_gateways_own_metrics_are_exported() -> None:
     """Overhead, connections, the number of keys, and the expiry of the certificate, if there is one."""
     metrics = counted()
-    metrics.overhead(0.0003)
+    metrics.overhead.observe(0.0003)
     metrics.retried("chat", "lost")
     scrape = read(metrics, vitals=Vitals(connections=7, keys=3, keys_in_use=2, certificate_expires=1.8e9))
 

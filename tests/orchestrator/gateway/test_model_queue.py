@@ -11,8 +11,8 @@ import pytest
 from orchestrator.gateway.openai.errors import ApiError
 from orchestrator.gateway.serving import replica_link_pool as links_of
 from orchestrator.gateway.serving.model_queue import ModelQueue
-from orchestrator.gateway.serving.replica_link import ReplicaLink
-from orchestrator.gateway.serving.replica_link_pool import ReplicaLinks
+from orchestrator.gateway.serving.replica_link import Arrived, ReplicaLink
+from orchestrator.gateway.serving.replica_link_pool import LinkSettings, ReplicaLinks
 from orchestrator.gateway.serving.ticket import Ticket
 from orchestrator.messages.replica_states import ModelState
 from orchestrator.messages.route_table import ModelRoutes, Route
@@ -31,7 +31,7 @@ class PlayedLink:
 
     def __init__(self) -> None:
         self.closed = asyncio.Event()
-        self.refused = False
+        self.refused = self.broken = self.drains = False
         self.welcome = None
         self.route = ROUTE
 
@@ -42,6 +42,16 @@ class PlayedLink:
 
     def close(self) -> None:
         self.closed.set()
+
+    def cancel(self, ticket: Ticket) -> None: ...
+
+
+class IgnoringOwner:
+    """A queue that ignores all calls."""
+
+    def arrived(self, link: ReplicaLink, arrived: Arrived) -> None: ...
+    def unreachable(self) -> None: ...
+    def unusable(self) -> None: ...
 
 
 class Dialled:
@@ -60,11 +70,7 @@ class Dialled:
 
 
 def kept(table: ModelRoutes) -> ReplicaLinks:
-    def make(route: Route) -> ReplicaLink:
-        raise AssertionError(route)
-
-    nothing: dict[str, Any] = dict.fromkeys(("on_open", "on_unreachable", "on_unusable"), lambda: None)
-    return ReplicaLinks(table, make, credentials=None, **nothing)
+    return ReplicaLinks(table, LinkSettings("g", "t"), IgnoringOwner())
 
 
 async def links_open(dialled: Dialled, count: int) -> None:
@@ -102,19 +108,17 @@ async def test_a_link_with_an_unexpected_error_is_logged_and_reopened(
 
 
 class IgnoringSink:
-    """A sink and an owner that ignore all calls."""
+    """A sink that ignores all calls."""
 
     def on_events(self, ticket: Ticket, now: float) -> None: ...
     def on_wait(self) -> None: ...
     def on_failure(self, ticket: Ticket, error: ApiError) -> None: ...
-    def on_left(self, ticket: Ticket) -> None: ...
-    def on_began(self, ticket: Ticket, now: float) -> None: ...
 
 
 async def test_a_full_canary_line_reports_the_time_of_its_own_next_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not that of the other line."""
     table = msgspec.structs.replace(WITHOUT, canary=1.0, max_queue=1)
-    queue = ModelQueue(table, gateway="g", token="t", credentials=None, wake=lambda name: None)
+    queue = ModelQueue(table, LinkSettings("g", "t"), wake=lambda name: None)
     queue.update(table)
     places: list[int] = []
     queue.links.slots = 1
@@ -127,9 +131,40 @@ async def test_a_full_canary_line_reports_the_time_of_its_own_next_place(monkeyp
     queue.close()
 
 
+class TwoChoices(IgnoringSink):
+    """The sink of two tickets: it leaves one when the other one fails, as a reply does."""
+
+    def __init__(self, queue: ModelQueue) -> None:
+        self._queue = queue
+        request = GenerateRequest(id="r", prompt_ids=[1], max_tokens=1)
+        self.tickets = [queue.submit(msgspec.structs.replace(request, id=id), self) for id in ("first", "second")]
+        self.failures: list[ApiError] = []
+
+    def on_failure(self, ticket: Ticket, error: ApiError) -> None:
+        self.failures.append(error)
+        for other in self.tickets:
+            self._queue.leave(other)
+
+
+async def test_a_request_that_fails_with_its_replica_is_not_sent_again_in_part() -> None:
+    """One of its choices could be, but its client has the error."""
+    queue = ModelQueue(WITHOUT, LinkSettings("g", "t"), wake=lambda name: None)
+    sink = TwoChoices(queue)
+    link = cast("ReplicaLink", PlayedLink())
+    for ticket in queue.dispatcher.clear(0.0):  # as if they had been sent
+        ticket.stream.link = link
+    sink.tickets[1].stream.taken = True
+
+    queue.arrived(link, Arrived(1.0, closed=True, lost=sink.tickets))
+
+    assert [error.code for error in sink.failures] == ["replica_lost"]
+    assert (queue.waiting, queue.dispatcher.headroom.present) == (0, 0)
+    queue.close()
+
+
 async def test_routes_that_changed_before_the_wait_for_them_count() -> None:
     """The load of a tokenizer can fail just after the update that replaced it: no other update will follow."""
-    queue = ModelQueue(WITHOUT, gateway="g", token="t", credentials=None, wake=lambda name: None)
+    queue = ModelQueue(WITHOUT, LinkSettings("g", "t"), wake=lambda name: None)
     queue.update(msgspec.structs.replace(WITHOUT, tokenizer="other"))
     assert await queue.other_routes(WITHOUT, 60)
     assert not await queue.other_routes(queue.routes, 0.01)
@@ -139,14 +174,14 @@ async def test_routes_that_changed_before_the_wait_for_them_count() -> None:
 
 async def reported_times(prompt: int, produced: int, first_at: float) -> dict[str, Times]:
     """The times that a queue reports of a request that was sent at 10 and ended at 12."""
-    queue = ModelQueue(WITHOUT, gateway="g", token="t", credentials=None, wake=lambda name: None)
+    queue = ModelQueue(WITHOUT, LinkSettings("g", "t"), wake=lambda name: None)
     ticket = queue.submit(GenerateRequest(id="r", prompt_ids=[1] * prompt, max_tokens=99), IgnoringSink())
     link = PlayedLink()
     link.route = msgspec.structs.replace(ROUTE, version="v")
     stream = ticket.stream
     stream.link, stream.sent_at = cast("ReplicaLink", link), 10.0
     stream.first_at, stream.produced = first_at, produced
-    queue._ended([ticket], 12.0)
+    queue.arrived(stream.link, Arrived(12.0, ended=[ticket]))
     window, _ = queue.report()
     queue.close()
     return window.times

@@ -106,4 +106,4 @@ def test_the_documented_requests_leave_nothing_behind(live: LiveGateway) -> None
     """After all of them every slot is free, and the next request is answered."""
     answer = live.http.post("/v1/completions", json={"model": "m", "prompt": "x", "max_tokens": 3})
     assert answer.json()["usage"]["completion_tokens"] == 3
-    assert (live.queue("m").waiting, live.queue("m").live) == (0, 0)
+    assert (live.queue("m").waiting, live.queue("m").links.live) == (0, 0)

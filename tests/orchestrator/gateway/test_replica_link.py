@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import workers
 from orchestrator.gateway.openai.errors import ApiError
-from orchestrator.gateway.serving.replica_link import ReplicaLink
-from orchestrator.gateway.serving.ticket import Ticket, ticket_for
+from orchestrator.gateway.serving.model_queue import ModelQueue
+from orchestrator.gateway.serving.replica_link import Arrived, ReplicaLink
+from orchestrator.gateway.serving.replica_link_pool import LinkSettings
+from orchestrator.gateway.serving.ticket import Sink, Ticket, ticket_for
+from orchestrator.messages.replica_states import ModelState
 from orchestrator.messages.route_table import Route
 from orchestrator.process.version import corewright_version
+from tests.orchestrator.gateways import routes
 from workers.messages.requests import FinishReason, GenerateRequest, TokenEvent
-from workers.messages.wire import PROTOCOL, FrameReader, Hello, Step, Submit, Welcome, encode
+from workers.messages.wire import PROTOCOL, Cancel, FrameReader, Hello, Room, Step, Submit, Welcome, encode
 
 OWN = str(Path(workers.__file__).parent)
 
@@ -40,104 +45,76 @@ class IgnoringSink:
     def on_failure(self, ticket: Ticket, error: ApiError) -> None: ...
 
 
-class IgnoringOwner:
-    """A queue that ignores all calls."""
+class Owner:
+    """A queue that keeps what its link has read."""
 
-    def on_left(self, ticket: Ticket) -> None: ...
+    def __init__(self) -> None:
+        self.reads: list[Arrived] = []
 
-    def on_renewed(self, ticket: Ticket, growth: int) -> None: ...
+    def arrived(self, link: ReplicaLink, arrived: Arrived) -> None:
+        self.reads.append(arrived)
 
-    def on_began(self, ticket: Ticket, now: float) -> None: ...
+
+def link_to(transport: Any, owner: Owner | None = None) -> ReplicaLink:
+    """A link that has no Welcome yet."""
+    link = ReplicaLink(Route("m/0", 1, "/none"), Hello("g", "t", 1), owner or Owner())
+    link.connection_made(transport)
+    return link
 
 
 @pytest.mark.parametrize(("ahead", "taken"), [(-1, False), (0, True), (1, False)])
 def test_a_replica_of_another_protocol_is_rejected(ahead: int, taken: bool) -> None:
     """By the number that it sends: version and folder of its code may differ."""
-    link = ReplicaLink(
-        Route("m/0", 1, "/none"),
-        gateway="g",
-        token="t",
-        on_change=lambda: None,
-        on_ended=lambda *_: None,
-        on_lost=lambda *_: None,
-        on_busy=lambda _: None,
-        later=lambda call: call(),
-    )
-    link.connection_made(SimpleNamespace(write=lambda data: None, abort=lambda: None))  # type: ignore[arg-type]
+    link = link_to(SimpleNamespace(write=lambda data: None, abort=lambda: None))
     welcome = Welcome(
         "9.9", "/elsewhere", slots=2, max_len=64, max_prompt=64, vocab_size=257, protocol=PROTOCOL + ahead
     )
-    link.data_received(encode(welcome))
+    assert link.read(encode(welcome)).freed is taken
     assert (link.welcome is not None, link.refused) == (taken, not taken)
 
 
-def test_a_replica_that_rejected_a_request_gets_no_other_one() -> None:
+async def test_a_replica_that_rejected_a_request_gets_no_other_one() -> None:
     """It is draining, and the routes will show it soon: another request would use up its retries."""
-    lost: list[Ticket] = []
-    link = ReplicaLink(
-        Route("m/0", 1, "/none"),
-        gateway="g",
-        token="t",
-        on_change=lambda: None,
-        on_ended=lambda *_: None,
-        on_lost=lambda _, tickets: lost.extend(tickets),
-        on_busy=lambda _: None,
-        later=lambda call: call(),
-    )
-    link.connection_made(Written())  # type: ignore[arg-type]
-    welcome = Welcome(version=corewright_version(), package=OWN, slots=2, max_len=64, max_prompt=64, vocab_size=257)
-    link.data_received(encode(welcome))
-    assert link.free_slots == 2
-    ticket = ticket_for(GenerateRequest(id="r", prompt_ids=[1], max_tokens=1), IgnoringSink(), IgnoringOwner())
-    unserved = ticket_of("u")
-    link.send(ticket)
+    link = opened(Written())
+    rejected, unserved = ticket_of("r"), ticket_of("u")
+    link.send(rejected)
     link.send(unserved)
-    assert link.free_slots == 0
+    assert link.free_slots == 2
 
     # the second event is of a request that was accepted before the drain
-    for id, finish in (("r", FinishReason.REFUSED), ("u", FinishReason.UNSERVED)):
-        link.data_received(encode(Step([TokenEvent(id=id, token_ids=[], text="", finish=finish)])))
+    reasons = (("r", FinishReason.REFUSED), ("u", FinishReason.UNSERVED))
+    lost = [link.read(encode(Step([TokenEvent(id=id, token_ids=[], text="", finish=why)]))).lost for id, why in reasons]
 
-    assert lost == [ticket, unserved]
+    assert lost == [[rejected], [unserved]]
     assert link.free_slots == 0
 
 
-def opened(written: Written, on_busy: Callable[[Ticket], None] = lambda _: None) -> ReplicaLink:
+def opened(written: Written, owner: Owner | None = None) -> ReplicaLink:
     """A link to a replica of four slots."""
-    link = ReplicaLink(
-        Route("m/0", 1, "/none"),
-        gateway="g",
-        token="t",
-        on_change=lambda: None,
-        on_ended=lambda *_: None,
-        on_lost=lambda *_: None,
-        on_busy=on_busy,
-        later=lambda call: call(),
-    )
-    link.connection_made(written)  # type: ignore[arg-type]
+    link = link_to(written, owner)
     welcome = Welcome(version=corewright_version(), package=OWN, slots=4, max_len=64, max_prompt=64, vocab_size=257)
-    link.data_received(encode(welcome))
+    link.read(encode(welcome))
     return link
 
 
-def ticket_of(id: str) -> Ticket:
-    return ticket_for(GenerateRequest(id=id, prompt_ids=[1], max_tokens=1), IgnoringSink(), IgnoringOwner())
+def ticket_of(id: str, sink: Sink | None = None) -> Ticket:
+    return ticket_for(GenerateRequest(id=id, prompt_ids=[1], max_tokens=1), sink or IgnoringSink())
 
 
-def test_requests_without_a_slot_keep_their_order() -> None:
-    """Each returns to the head of the queue, so the last one returns first."""
-    queue: list[str] = []
-    link = opened(Written(), on_busy=lambda ticket: queue.insert(0, ticket.id))
+async def test_requests_without_a_slot_keep_their_order() -> None:
+    """As they were sent; they return to the head of the queue."""
+    link = opened(Written())
     for id in ("first", "second", "third"):
         link.send(ticket_of(id))
 
     busy = [TokenEvent(id=id, token_ids=[], text="", finish=FinishReason.BUSY) for id in ("first", "second", "third")]
-    link.data_received(encode(Step(busy)))
+    arrived = link.read(encode(Step(busy)))
 
-    assert queue == ["first", "second", "third"]
+    assert [ticket.id for ticket in arrived.busy] == ["first", "second", "third"]
+    assert link.free_slots == 0
 
 
-def test_a_traced_request_sends_its_trace_to_the_replica() -> None:
+async def test_a_traced_request_sends_its_trace_to_the_replica() -> None:
     """That of the attempt, with the replica's name; an untraced request sends none."""
     written = Written()
     link = opened(written)
@@ -145,12 +122,45 @@ def test_a_traced_request_sends_its_trace_to_the_replica() -> None:
     traced.trace = SimpleNamespace(sent=lambda replica: f"00-of-{replica}")  # type: ignore[assignment]
     link.send(traced)
     link.send(other)
+    await asyncio.sleep(0)  # all that is sent in a turn of the event loop is one write
 
     hello, *submitted = FrameReader().feed(written.data)
 
     assert isinstance(hello, Hello)
     traces = [(message.request.id, message.request.trace) for message in submitted if isinstance(message, Submit)]
     assert traces == [("traced", "00-of-m/0"), ("other", None)]
+
+
+async def test_a_read_is_passed_to_the_queue_once() -> None:
+    """With all of its steps: tokens, ends and free slots."""
+    owner = Owner()
+    link = opened(Written(), owner)
+    tickets = [ticket_of("ends"), ticket_of("continues")]
+    for ticket in tickets:
+        link.send(ticket)
+
+    tokens = Step([TokenEvent(id=ticket.id, text="x", token_ids=[1]) for ticket in tickets])
+    end = Step([TokenEvent(id="ends", text="y", token_ids=[2], finish=FinishReason.STOP)])
+    link.data_received(encode(tokens) + encode(end) + encode(Room(1)))
+
+    (arrived,) = owner.reads
+    assert (arrived.touched, arrived.ended, arrived.freed) == (tickets, tickets[:1], True)
+    assert [ticket.stream.produced for ticket in tickets] == [2, 1]
+
+
+async def test_the_end_of_a_connection_returns_its_requests() -> None:
+    """In the order in which they were sent."""
+    owner = Owner()
+    link = opened(Written(), owner)
+    tickets = [ticket_of(id) for id in "abc"]
+    for ticket in tickets:
+        link.send(ticket)
+
+    link.connection_lost(None)
+
+    (arrived,) = owner.reads
+    assert (arrived.closed, arrived.lost) == (True, tickets)
+    assert link.free_slots == 0
 
 
 class Failing(IgnoringSink):
@@ -166,15 +176,18 @@ class Failing(IgnoringSink):
         self.errors.append(error)
 
 
-def test_an_answer_that_cannot_be_written_ends_alone() -> None:
-    """Its client gets an error at once; the shared connection continues."""
-    link, sink = opened(Written()), Failing()
-    link.send(ticket_for(GenerateRequest(id="bad", prompt_ids=[1], max_tokens=2), sink, IgnoringOwner()))
-    good = ticket_of("good")
-    link.send(good)
+async def test_an_answer_that_cannot_be_written_ends_alone() -> None:
+    """Its client gets an error at once, and its replica stops; the shared connection continues."""
+    written, sink = Written(), Failing()
+    queue = ModelQueue(routes("m", state=ModelState.LOADING), LinkSettings("g", "t"), wake=lambda name: None)
+    link = opened(written)
+    bad, good = ticket_of("bad", sink), ticket_of("good")
+    for ticket in (bad, good):
+        link.send(ticket)
 
-    link.data_received(encode(Step([TokenEvent(id=id, text="x", token_ids=[1]) for id in ("bad", "good")])))
+    queue.arrived(link, link.read(encode(Step([TokenEvent(id=id, text="x", token_ids=[1]) for id in ("bad", "good")]))))
 
     assert [error.status for error in sink.errors] == [500]
+    assert FrameReader().feed(written.data)[-1] == Cancel("bad")
     assert good.stream.produced == 1
     assert not link.closed.is_set()

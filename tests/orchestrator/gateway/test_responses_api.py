@@ -117,7 +117,7 @@ def test_a_client_that_disconnects_cancels_its_response(slow: tuple[LiveGateway,
     with gateway.http.stream("POST", "/v1/responses", json=ASKS) as response:
         assert next(response.iter_lines()) == "event: response.created"
 
-    until(lambda: gateway.queue("m").live == 0, 10, "the request is cancelled")
+    until(lambda: gateway.queue("m").links.live == 0, 10, "the request is cancelled")
 
 
 def test_a_lost_replica_ends_a_begun_response_as_failed(slow: tuple[LiveGateway, Served]) -> None:

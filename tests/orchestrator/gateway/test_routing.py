@@ -126,7 +126,7 @@ def test_a_deadline_that_cannot_be_kept_is_rejected_at_once(gateway: LiveGateway
     """The response has the predicted wait, from measurements, and the time of a retry."""
     served = replica(slots=1, stepped=True)
     gateway.serve(routes("m", served))
-    gateway.queue("m").dispatcher.waits.mean_service_s = 20.0
+    gateway.queue("m").dispatcher.mean_service_s = 20.0
     with filled(gateway, served):
         before = Asked(gateway)
         waiting(gateway, 1)
@@ -143,7 +143,7 @@ def test_a_deadline_that_passes_in_the_queue_ends_the_wait(gateway: LiveGateway,
     """504, and the request takes no slot."""
     served = replica(slots=1, stepped=True)
     gateway.serve(routes("m", served))
-    gateway.queue("m").dispatcher.waits.mean_service_s = 0.001
+    gateway.queue("m").dispatcher.mean_service_s = 0.001
     with filled(gateway, served):
         late = Asked(gateway, headers={"x-deadline-ms": "300"})
         assert (late.answer().status_code, late.code()) == (504, "deadline_exceeded")
@@ -154,7 +154,7 @@ def test_the_spec_limits_every_wait(gateway: LiveGateway, replica: Make) -> None
     """`max_wait_s` is a deadline for requests without one, and for those with a longer one."""
     served = replica(slots=1, stepped=True)
     gateway.serve(msgspec.structs.replace(routes("m", served), max_wait_s=0.3))
-    gateway.queue("m").dispatcher.waits.mean_service_s = 0.001
+    gateway.queue("m").dispatcher.mean_service_s = 0.001
     with filled(gateway, served):
         late = [Asked(gateway), Asked(gateway, headers={"x-deadline-ms": "60000"})]
         assert [request.code() for request in late] == ["deadline_exceeded"] * 2
@@ -399,12 +399,12 @@ def test_an_urgent_request_gets_a_reserved_slot_although_the_queue_is_full(repli
     gateway.serve(routes("m", served, max_queue=1))
     gateway.queue("m").dispatcher.headroom.add(-1, 0.0)
     low = [Asked(gateway, max_tokens=2)]
-    until(lambda: gateway.queue("m").live == 1, 10, "the first one has a slot")
+    until(lambda: gateway.queue("m").links.live == 1, 10, "the first one has a slot")
     gateway.queue("m").dispatcher.headroom.remove(-1, 0.0)
     low.append(Asked(gateway, max_tokens=2))
     waiting(gateway, 1)
     high = Asked(gateway, priority=-1, max_tokens=2)
-    until(lambda: gateway.queue("m").live == 2, 10, "the urgent one has the kept slot")
+    until(lambda: gateway.queue("m").links.live == 2, 10, "the urgent one has the kept slot")
     assert gateway.queue("m").waiting == 1
     served.run_free()
     assert [request.answer().status_code for request in (*low, high)] == [200] * 3
@@ -461,10 +461,10 @@ def test_slots_reserved_for_urgent_requests_count_in_the_predicted_wait(replica:
     gateway = LiveGateway()
     served = replica(slots=2, stepped=True)
     gateway.serve(routes("m", served))
-    gateway.queue("m").dispatcher.waits.mean_service_s = 20.0
+    gateway.queue("m").dispatcher.mean_service_s = 20.0
     gateway.queue("m").dispatcher.headroom.add(-1, 0.0)
     low = Asked(gateway, max_tokens=2)
-    until(lambda: gateway.queue("m").live == 1, 10, "the first one has a slot")
+    until(lambda: gateway.queue("m").links.live == 1, 10, "the first one has a slot")
     gateway.queue("m").dispatcher.headroom.remove(-1, 0.0)
     refused = Asked(gateway, headers={"x-deadline-ms": "5000"})
     assert (refused.answer().status_code, refused.code()) == (429, "deadline_unreachable")
@@ -478,7 +478,7 @@ def test_a_deadline_is_not_rejected_behind_an_almost_complete_answer(gateway: Li
     served = replica(slots=1, stepped=True)
     gateway.serve(routes("m", served))
     queue = gateway.queue("m")
-    queue.dispatcher.waits.mean_service_s = 60.0
+    queue.dispatcher.mean_service_s = 60.0
     for link in queue.links:
         link._pace.value = 0.01
     with filled(gateway, served):

@@ -124,7 +124,7 @@ def test_the_parts_arrive_while_the_answer_is_generated(
     gateway.serve(routes("only", stepped))
     parts = begun(runtime, stepped)
     assert next(parts)["PayloadPart"]["Bytes"]
-    assert gateway.queue("only").live == 1
+    assert gateway.queue("only").links.live == 1
     stepped.run_free()
     assert b"".join(part["PayloadPart"]["Bytes"] for part in parts).endswith(b"data: [DONE]\n\n")
 

@@ -51,7 +51,7 @@ def test_five_hundred_slow_senders_delay_no_other_and_are_gone_by_the_deadline(s
         assert steady.counts["exact"] > 50
         assert steady.slowest_s < OTHERS_S
         until(lambda: gateway.connections == 0, 5, "every connection is free")
-        assert gateway.queue("m").live == gateway.queue("m").waiting == 0
+        assert gateway.queue("m").links.live == gateway.queue("m").waiting == 0
         droves.close()
     finally:
         gateway.close()
@@ -79,7 +79,7 @@ def test_readers_that_stop_lose_their_slots_by_the_deadline(
             for wire in wires:
                 wire.read_until(b"data: ")
             # After the kernel's buffers are full, and 1 s; an answer takes 99 s, or longer if its reader stops.
-            until(lambda: queue.live <= 2, 80, "the slots are free")
+            until(lambda: queue.links.live <= 2, 80, "the slots are free")
             steady.wait_answered(20)
         assert steady.wrong == []
         assert steady.slowest_s < OTHERS_S
@@ -98,7 +98,7 @@ def test_an_unread_answer_ends_with_its_connection(served: Served) -> None:
         gateway.serve(routes("m", served, max_len=100_000))
         with Wire(gateway.port, receive_bytes=2304) as wire:
             wire.send(completion(prompt=["\x01" * 20_000] * 40, echo=True, max_tokens=1))
-            until(lambda: served.batcher.stats.steps > 0 and gateway.queue("m").live == 0, 10, "it is answered")
+            until(lambda: served.batcher.stats.steps > 0 and gateway.queue("m").links.live == 0, 10, "it is answered")
             until(lambda: gateway.connections == 0, 5, "the connection is given up")
             with pytest.raises(Closed):
                 wire.answer()
@@ -114,7 +114,7 @@ def test_a_slow_reader_that_keeps_reading_gets_everything(served: Served) -> Non
         gateway.serve(routes("m", served))
         with Wire(gateway.port, receive_bytes=2304) as wire:
             wire.send(completion(prompt=["\x01" * 4000] * 40, echo=True, max_tokens=1))
-            until(lambda: gateway.queue("m").live == 0 and served.batcher.stats.steps > 0, 10, "it is answered")
+            until(lambda: gateway.queue("m").links.live == 0 and served.batcher.stats.steps > 0, 10, "it is answered")
             answer = wire.answer(pause_s=0.02)  # some 100 KB/s
         assert answer.status == 200
         assert len(answer.body) > 900_000

@@ -18,6 +18,7 @@ from orchestrator.gateway.openai.errors import ApiError
 from orchestrator.gateway.serving import model_queue, replica_link, ticket
 from orchestrator.gateway.serving.model_queue import ModelQueue
 from orchestrator.gateway.serving.replica_link import ReplicaLink
+from orchestrator.gateway.serving.replica_link_pool import LinkSettings
 from orchestrator.gateway.serving.ticket import SchedulingParameters, Ticket
 from orchestrator.messages.replica_states import ModelState
 from orchestrator.messages.route_table import ModelRoutes, Route
@@ -108,12 +109,12 @@ async def gateway_decisions(
         loads_on_request=False,
         replicas=[Route(f"m/{i}", 1, "/nowhere") for i in range(len(models))],
     )
-    queue = ModelQueue(routes, gateway="g", token="t", credentials=None, wake=lambda name: None)
+    queue = ModelQueue(routes, LinkSettings("g", "t"), wake=lambda name: None)
     fleet = [VirtualReplica(own, i, sent, clock) for i, own in enumerate(models)]
     package = str(Path(workers.__file__).parent)
     welcome = encode(Welcome(corewright_version(), package, model.slots, BUCKETS[-1], BUCKETS[-1], 256))
     for replica, route in zip(fleet, routes.replicas, strict=True):
-        replica.link = queue.links._links[route] = queue._link(route)
+        replica.link = queue.links._links[route] = queue.links.new_link(route)
         replica.link.connection_made(cast(asyncio.Transport, replica))
         replica.link.data_received(welcome)
     coming = list(enumerate(arrivals, start=1))

@@ -16,6 +16,7 @@ from pathlib import Path
 import workers
 from orchestrator.access.tls import fleet_credentials
 from orchestrator.gateway.serving.model_queue import ModelQueue
+from orchestrator.gateway.serving.replica_link_pool import LinkSettings
 from orchestrator.messages.route_table import Route
 from orchestrator.process.version import corewright_version
 from tests.orchestrator.gateways import routes
@@ -82,9 +83,7 @@ async def cut_and_heal() -> None:
     route = Route("m/0", EPOCH, "/elsewhere", peer.stdout.readline().strip())
     table = routes("m")
     table.replicas.append(route)
-    queue = ModelQueue(
-        table, gateway="g", token=TOKEN, machine=GATEWAY, credentials=fleet.gateway, wake=lambda name: None
-    )
+    queue = ModelQueue(table, LinkSettings("g", TOKEN, GATEWAY, fleet.gateway), wake=lambda name: None)
     queue.update(table)
 
     async def until(linked: bool) -> float:

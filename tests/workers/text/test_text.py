@@ -132,7 +132,7 @@ def test_the_first_stop_string_is_found_in_any_pieces(pieces: list[str], stops: 
     shown = "".join(scanner.push(piece) for piece in pieces) + scanner.flush()
     text = "".join(pieces)
     assert shown == cut_at_first_stop(text, stops)
-    assert scanner.found == any(stop in text for stop in stops)
+    assert bool(scanner.stop) == any(stop in text for stop in stops)
     assert scanner.stop in ("", *stops)
     assert text.startswith(shown + scanner.stop)
 
@@ -146,7 +146,7 @@ def test_only_the_possible_beginning_of_a_stop_string_is_held_back(pieces: list[
     for piece in pieces:
         shown += scanner.push(piece)
         text += piece
-        if scanner.found:
+        if scanner.stop:
             return
         held = text.removeprefix(shown)
         assert text == shown + held
@@ -173,7 +173,7 @@ def test_a_stop_string_completed_by_the_flush_counts() -> None:
     """Incomplete bytes become U+FFFD at the end, which may be a stop string."""
     answer = AnswerText(ByteTextStream([]), ["�"])
     assert answer.push(ord("a")) + answer.push(0xE2) + answer.finish() == "a"
-    assert answer.stopped
+    assert answer.stop
 
 
 def test_nothing_follows_a_stop_string() -> None:
