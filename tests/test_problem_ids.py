@@ -93,7 +93,8 @@ def test_an_apply_that_fails_for_no_known_reason_is_told_as_such(monkeypatch: py
     monkeypatch.setattr("orchestrator.api.revisions.apply", apply)
     actor = SimpleNamespace(_fleet=None)
     answer = asyncio.run(ControllerActor.apply(actor, SPEC, "f.yaml", "/", "ada", "watch"))  # type: ignore[arg-type]
-    assert (answer["error"].id, answer["status"]) == ("apply-failed", 500)
+    assert answer.error is not None
+    assert (answer.error.id, answer.is_failure) == ("apply-failed", True)
 
 
 # The daemon

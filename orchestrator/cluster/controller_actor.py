@@ -34,7 +34,7 @@ from orchestrator.control.journal.state_copy import StateCopier
 from orchestrator.control.record_writer import RecordWriter
 from orchestrator.control.resumption import resume_fleet
 from orchestrator.gateway.settings import GatewaySettings
-from orchestrator.messages.controller_settings import ControllerSettings
+from orchestrator.messages.controller_settings import ControllerSettings, SpecReply
 from orchestrator.messages.fleet_status import FleetStatus
 from orchestrator.messages.gateway_calls import Hosting
 from orchestrator.messages.route_table import RouteTable
@@ -153,18 +153,18 @@ class ControllerActor:
     async def metrics(self, place: str = "") -> list[MetricFamily]:
         return await self._controller.metrics(place)
 
-    async def apply(self, text: str, file: str, base_dir: str, by: str, cause: Cause) -> dict[str, Any]:
-        """Apply a spec like the admin API; a rejection is returned as `error` with its `problems`."""
+    async def apply(self, text: str, file: str, base_dir: str, by: str, cause: Cause) -> SpecReply:
+        """Apply a spec like the admin API."""
         try:
             spec = SpecToApply(text=text, file=file, base_dir=base_dir)
             applied = await revisions.apply(self._fleet, spec, by, cause)
-            return {"changed": applied.changed, "revision": applied.revision}
+            return SpecReply(revision=applied.revision, changed=applied.changed)
         except OperationRefused as refused:
-            return {"error": refused.problem, "problems": refused.problems, "status": refused.status}
+            return SpecReply(error=refused.problem, problems=tuple(refused.problems), is_failure=refused.status >= 500)
         except Exception as error:
             log.exception("the apply failed")
             problem = Problem("apply-failed", "error", file, f"{type(error).__name__}: {error}", "see controller.log")
-            return {"error": problem, "problems": (), "status": 500}
+            return SpecReply(error=problem, is_failure=True)
 
     async def config(self) -> list[dict[str, Any]]:
         """Returns the settings of `up`, as name, value and origin."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from orchestrator.access.audit_log import Audit
+from orchestrator.messages.controller_settings import SpecReply
 from orchestrator.messages.fleet_status import FleetStatus, ModelInFleet, ReplicaInFleet, fetch_text
 from orchestrator.process.awake_clock import LATE_S
 from orchestrator.process.failure import Failed
@@ -128,8 +129,11 @@ class ControllerFollower:
             time.sleep(WATCH_POLL_S)
             watch.poll()
 
-    def _apply_watched(self, text: str, file: str, base_dir: str) -> Any:
-        return self.ask(lambda: self.controller.apply.remote(text, file, base_dir, "up --watch", "watch"))
+    def _apply_watched(self, text: str, file: str, base_dir: str) -> SpecReply | None:
+        reply: SpecReply | None = self.ask(
+            lambda: self.controller.apply.remote(text, file, base_dir, "up --watch", "watch")
+        )
+        return reply
 
 
 MOST_NAMED = 4  # replicas in a line that shows what `up` waits for
@@ -231,7 +235,7 @@ class SpecWatch:
         self,
         spec: tuple[str, str, str],
         audit: Audit,
-        apply: Callable[[str, str, str], Any],
+        apply: Callable[[str, str, str], SpecReply | None],
         report: Callable[[str], None],
     ) -> None:
         """``spec``: its text, file and folder. ``apply`` returns None while the fleet ends."""
@@ -251,7 +255,7 @@ class SpecWatch:
             text = read_text(self._file, regular=True)
         except Failed as failed:
             if self._last is not None and failed.problem == self._unreadable:
-                self._report_result({"error": failed.problem, "problems": ()})
+                self._report_result(SpecReply(error=failed.problem))
                 self._last = None
             self._unreadable = failed.problem
             return
@@ -262,26 +266,26 @@ class SpecWatch:
         result = self._result(text)
         if result is None:
             return
-        before, self._failing = self._failing, result.get("status", 0) >= 500
+        before, self._failing = self._failing, result.is_failure
         if not (self._failing and before):  # reported once, but retried
             self._report_result(result)
         if not self._failing:
             self._applied = text
 
-    def _result(self, text: str) -> Any:
+    def _result(self, text: str) -> SpecReply | None:
         fields = {"text": text, "file": self._file, "base_dir": self._base_dir}
         try:
             line = self._audit.begin("up", "apply", fields, by="up --watch")
         except Failed as failed:
-            return {"error": failed.problem, "problems": (), "status": 507}
+            return SpecReply(error=failed.problem, is_failure=True)
         result = self._apply(text, self._file, self._base_dir)
         if result is not None:
-            self._audit.finish(line, result["error"].id if "error" in result else "done", result.get("revision"))
+            self._audit.finish(line, "done" if result.error is None else result.error.id, result.revision)
         return result
 
-    def _report_result(self, result: dict[str, Any]) -> None:
-        if "error" in result:
-            self._report(render([*result["problems"], result["error"]]).rstrip("\n"))
+    def _report_result(self, result: SpecReply) -> None:
+        if result.error is not None:
+            self._report(render([*result.problems, result.error]).rstrip("\n"))
             self._report(f"{self._file} was rejected: the fleet is unchanged")
-        elif result["changed"]:
-            self._report(f"{self._file} has changed: revision {result['revision']}")
+        elif result.changed:
+            self._report(f"{self._file} has changed: revision {result.revision}")

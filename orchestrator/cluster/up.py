@@ -493,10 +493,10 @@ class Up:
         spec, controller = self._spec, self._follower.controller
         reply = self._follower.ask(lambda: controller.apply.remote(spec.text, spec.file, spec.base_dir, caller(), "up"))
         self._go_on()
-        if "error" in reply:
-            self._report(render([*reply["problems"], reply["error"]]).rstrip("\n"))
+        if reply.error is not None:
+            self._report(render([*reply.problems, reply.error]).rstrip("\n"))
             raise Failed("adopt-rejected", f"the fleet {spec.name} runs already, and keeps its spec", "fix the spec")
-        changed = f"revision {reply['revision']} is applied" if reply["changed"] else "its spec is unchanged"
+        changed = f"revision {reply.revision} is applied" if reply.changed else "its spec is unchanged"
         self._report(f"the fleet {spec.name} runs already: {changed}")
         ours = {value["name"]: value["value"] for value in self._options.config}
         theirs = self._follower.ask(lambda: controller.config.remote()) or ()

@@ -28,6 +28,7 @@ from orchestrator.cluster.ownership import ClusterOwner, only_fleet
 from orchestrator.cluster.reach import Sides, join, refuse_versions, refused
 from orchestrator.cluster.up import FleetStart, Up, UpOptions, audit_fields, refuse_version
 from orchestrator.gateway.settings import GatewaySettings
+from orchestrator.messages.controller_settings import SpecReply
 from orchestrator.process.addresses import free_port
 from orchestrator.process.failure import Failed
 from orchestrator.process.home import FleetRecord, Home, daemon_alive
@@ -201,7 +202,7 @@ def made(home: Path, ray_address: str | None) -> Up:
 
 def test_a_running_fleet_that_rejects_the_spec_keeps_its_own(up: Up, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = Problem("plan-does-not-fit", "error", "fleet.yaml", "too large", "less")
-    monkeypatch.setattr(up._follower, "ask", lambda call: {"error": problem, "problems": ()})
+    monkeypatch.setattr(up._follower, "ask", lambda call: SpecReply(error=problem))
     assert refusal(up._apply) == "adopt-rejected"
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from orchestrator.access.audit_log import Audit
 from orchestrator.cluster.follower import SpecWatch
+from orchestrator.messages.controller_settings import SpecReply
 
 
 class Watched:
@@ -24,9 +24,9 @@ class Watched:
         spec = ("one", str(self.file), str(folder))
         self.watch = SpecWatch(spec, Audit(folder / "audit"), self._apply, self.said.append)
 
-    def _apply(self, text: str, file: str, base_dir: str) -> dict[str, Any]:
+    def _apply(self, text: str, file: str, base_dir: str) -> SpecReply:
         self.applied.append(text)
-        return {"changed": True, "revision": len(self.applied) + 1}
+        return SpecReply(revision=len(self.applied) + 1, changed=True)
 
     def poll(self, times: int) -> None:
         for _ in range(times):
