@@ -21,13 +21,12 @@ from orchestrator.control.decisions.rollout_step import (
 from orchestrator.control.decisions.snapshot import ReplicaView
 from orchestrator.control.host_uses import HostUses
 from orchestrator.control.journal.journal_fold import failed_cores
-from orchestrator.control.journal.journal_records import ReadyStart, RolloutState
+from orchestrator.control.journal.journal_records import RolloutState
 from orchestrator.control.record_writer import RecordWriter
 from orchestrator.control.replica_counts import ReplicaCounts
 from orchestrator.control.replica_views import Reachability, ReplicaViews
 from orchestrator.control.resolve.resolved_revision import ResolvedRevision
 from orchestrator.control.shared_content import ContentPins, SharedCompiles
-from orchestrator.control.start_times import StartTimes, phases_again
 from orchestrator.messages.controller_settings import ControllerSettings
 from orchestrator.messages.replica_states import State
 from placements.facts.topology import Host
@@ -89,21 +88,6 @@ class FleetState:
         self._numbers: dict[str, int] = {}
         self.progress: tuple[Any, float] = ((), clock())  # the last steps, and when they or a start last changed
         self.late: set[str] = set()  # models past their progress deadline that cannot be rolled back
-
-    def start_times(self, model: str) -> StartTimes:
-        """Returns how long the last starts of a model took."""
-        return StartTimes.of(self.records.state.ready_starts.get(model, ()), self.current.engines.get(model))
-
-    def record_ready(self, view: ReplicaView) -> None:
-        """Record the start of a replica that is ready now."""
-        start = ReadyStart(
-            model=view.model,
-            version=view.version,
-            engine=self.revision_of_version(view.model, view.version).engines.get(view.model, ""),
-            host=view.host,
-            phases=phases_again(view),
-        )
-        self.records.note(start)
 
     @property
     def hold(self) -> Problem | None:

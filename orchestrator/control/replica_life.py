@@ -15,13 +15,13 @@ import msgspec.structs
 from orchestrator.control.decisions.effects import ClusterClient, HostLost, LogText, ReplicaDied, Survivor
 from orchestrator.control.decisions.rollout_step import ReplicaTarget
 from orchestrator.control.decisions.snapshot import EarlyStart, ReplicaView
-from orchestrator.control.expected_starts import parked_start
 from orchestrator.control.fleet_state import FleetState
 from orchestrator.control.host_watch import HostWatch
 from orchestrator.control.record_writer import Level
 from orchestrator.control.replica_table import ReplicaStart, ReplicaTable, Superseded, Turn
 from orchestrator.control.resolve.resolved_revision import replica_config
 from orchestrator.control.start_steps import RemainingTime, StartFailed, StartSteps, lead_of
+from orchestrator.control.start_times import parked_start, start_times
 from orchestrator.messages.replica_states import AHEAD, ENDING, STARTING, Signal, State
 from orchestrator.messages.route_table import remote_address
 from orchestrator.process.home import Home
@@ -264,7 +264,7 @@ class ReplicaLife:
         self.lives.table.store(dataclasses.replace(view, fetch=status))
         if config is None or self.start.process is not None:
             return
-        lead_s = lead_of(config, state.start_times(config.model).before_weights_s)
+        lead_s = lead_of(config, start_times(state, config.model).before_weights_s)
         left_s = self.remaining.estimate(status, state.clock())
         if lead_s is None or left_s is None or left_s >= lead_s:
             return

@@ -13,6 +13,7 @@ from orchestrator.control.controller_metrics import ControllerCounters
 from orchestrator.control.decisions.snapshot import SETTLED_S, ReplicaView
 from orchestrator.control.fleet_state import FleetState
 from orchestrator.control.host_conditions import quarantine_cores
+from orchestrator.control.start_times import record_ready
 from orchestrator.messages.replica_states import ENDING, STARTING, Signal, State, advance
 from orchestrator.messages.route_table import remote_address
 from workers.compiling.prefetch import compiles
@@ -174,7 +175,7 @@ class ReplicaTable:
             after = dataclasses.replace(after, served=True, log=(), reason=None, compiled=compiled)
             self.state.compiled_on.add((after.model, after.version, after.host))
             self._counters.loaded(after)
-            self.state.record_ready(after)
+            record_ready(self.state, after)
             self.state.records.event("info", "Ready", f"after {after.load_s or 0:.1f} s", view=after)
         elif state is State.FAILED:
             settled = before.state in (State.READY, State.DRAINING) and now - before.since >= SETTLED_S

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from msgspec import UNSET
 
 from orchestrator.control.decisions.snapshot import ReplicaView
-from orchestrator.control.expected_starts import expected_start_s
 from orchestrator.control.fleet_state import FleetState
 from orchestrator.control.host_conditions import blocked_cores
+from orchestrator.control.start_times import expected_start_s
 from orchestrator.messages.fleet_status import DemandStatus, ScalingStatus
 from orchestrator.messages.gateway_calls import GATEWAY_LOST_S
 from orchestrator.messages.replica_states import STARTING, State

@@ -10,11 +10,11 @@ from typing import NamedTuple
 from orchestrator.control.decisions.preparation import Preparation, preparation_of
 from orchestrator.control.decisions.rollout_step import ModelStep
 from orchestrator.control.decisions.snapshot import ReplicaView
-from orchestrator.control.expected_starts import expected_ready_at, expected_start_s, is_expected_back, parked_start
 from orchestrator.control.fleet_goal import desired_model
 from orchestrator.control.fleet_state import FleetState
 from orchestrator.control.host_status import host_statuses
 from orchestrator.control.rollout_progress import is_settled, leaving, rollout_state, settled_everywhere
+from orchestrator.control.start_times import expected_ready_at, expected_start_s, is_expected_back, parked_start
 from orchestrator.messages.fleet_status import (
     ConditionStatus,
     FetchProgress,

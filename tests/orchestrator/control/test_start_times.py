@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from orchestrator.control.decisions.snapshot import ReplicaView
-from orchestrator.control.expected_starts import load_times
 from orchestrator.control.journal.journal_records import ReadyStart
-from orchestrator.control.start_times import OLD_S, StartTimes, phases_again, ready_at
+from orchestrator.control.start_times import OLD_S, StartTimes, load_times, phases_again, ready_at
 from orchestrator.messages.replica_states import State
 from tests.orchestrator.fakes import Played, starting_fleet
 from workers.artifacts.fetch.progress import FetchStatus
