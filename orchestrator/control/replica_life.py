@@ -215,10 +215,11 @@ class ReplicaLife:
     async def live(self) -> None:
         """Carries out the turns of one start until the death of its process is confirmed.
 
-        1. Meanwhile its host is prepared (`prepare`), and its process is started (`_run`) and watched (`watch`).
-        2. DRAIN: its live requests end; then it is stopped.
-        3. END: the preparation is cancelled. A process that is being started is not: it would be lost.
-        4. RELEASE: its host confirms its death; in each round again until it does.
+        Meanwhile tasks prepare its host (`prepare`), start its process (`_run`) and watch it (`watch`).
+
+        1. DRAIN: its live requests end; then it is stopped.
+        2. END: the preparation is cancelled. The start of a process is not: the process could then not be found.
+        3. RELEASE: its host confirms its death; in each round again until it does.
         """
         while True:
             turn = await self.start.turns.get()

@@ -1,1 +1,1 @@
-"""Values that the processes of a fleet exchange: settings, routes, status, and reports of gateways."""
+"""Values that the processes of a fleet exchange: settings, routes, status, and the places and key usage of gateways."""

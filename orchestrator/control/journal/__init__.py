@@ -1,1 +1,1 @@
-"""The truth about a fleet on disk: the journal, its records, what they add up to, and its copy."""
+"""The durable state of a fleet: the journal, its records, their fold, and its copy."""
