@@ -319,12 +319,12 @@ class ModelQueue:
         now = arrived.at
         if arrived.closed:
             self.links.lost(link)
-        if arrived.lost:
+        if arrived.lost or arrived.closed:  # without the link, others may serve what waits: a canary's other version
             self._return(link, arrived.lost, now, lost=True)
+        if arrived.busy:  # before the slots of those that have ended are given away
+            self._return(link, arrived.busy, now, lost=False)
         if arrived.ended:
             self._end(arrived.ended, now)
-        if arrived.busy:
-            self._return(link, arrived.busy, now, lost=False)
         if arrived.freed:
             self.links.recount()
             self.dispatcher.pump(now)

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec.structs
 import pytest
 
 import workers
@@ -191,3 +192,59 @@ async def test_an_answer_that_cannot_be_written_ends_alone() -> None:
     assert FrameReader().feed(written.data)[-1] == Cancel("bad")
     assert good.stream.produced == 1
     assert not link.closed.is_set()
+
+
+def queue_with(links: dict[Route, int], monkeypatch: pytest.MonkeyPatch, **fields: Any) -> tuple[ModelQueue, Any]:
+    """A queue with a link of so many slots to each replica, and what each link has sent, by replica."""
+    table = msgspec.structs.replace(routes("m", state=ModelState.LOADING, holds=True), replicas=list(links), **fields)
+    queue = ModelQueue(table, LinkSettings("g", "t"), wake=lambda model: None)
+    monkeypatch.setattr(queue.links, "_keep_link", lambda route: None)
+    queue.update(table)
+    written = {}
+    for route, slots in links.items():
+        link, written[route.id] = queue.links.new_link(route), Written()
+        link.connection_made(written[route.id])  # type: ignore[arg-type]
+        queue.links._links[route] = link
+        welcome = Welcome(corewright_version(), OWN, slots=slots, max_len=64, max_prompt=64, vocab_size=257)
+        link.data_received(encode(welcome))
+    return queue, written
+
+
+def sent(written: Written) -> list[str]:
+    return [message.request.id for message in FrameReader().feed(written.data) if isinstance(message, Submit)]
+
+
+def of(id: str) -> GenerateRequest:
+    return GenerateRequest(id=id, prompt_ids=[1], max_tokens=2)
+
+
+async def test_the_end_of_an_idle_link_lets_the_other_version_serve_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """During a canary, the other version serves once a request's own one has no link any more."""
+    stable, canary = Route("m/0", 1, "/none0"), Route("m/1", 1, "/none1")
+    queue, written = queue_with({stable: 1, canary: 2}, monkeypatch, canary=0.0, canaries=["m/1"])
+    queue.submit(of("a"), IgnoringSink())
+    await asyncio.sleep(0)
+    link = queue.links._links[stable]
+    link.data_received(encode(Step([TokenEvent(id="a", token_ids=[], text="", finish=FinishReason.BUSY)])))
+    assert [ticket.request.id for ticket in queue.dispatcher.entries] == ["a"]
+
+    link.connection_lost(None)
+    await asyncio.sleep(0)
+
+    assert (sent(written["m/0"]), sent(written["m/1"])) == (["a"], ["a"])
+
+
+async def test_a_request_without_a_slot_precedes_those_that_wait_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the same read brings the end of another request."""
+    route = Route("m/0", 1, "/none0")
+    queue, written = queue_with({route: 2}, monkeypatch)
+    for id in "abc":
+        queue.submit(of(id), IgnoringSink())
+    await asyncio.sleep(0)
+    busy = encode(Step([TokenEvent(id="b", token_ids=[], text="", finish=FinishReason.BUSY)]))
+    ended = encode(Step([TokenEvent(id="a", token_ids=[1], text="x", finish=FinishReason.STOP)]))
+
+    queue.links._links[route].data_received(busy + ended)
+    await asyncio.sleep(0)
+
+    assert sent(written["m/0"])[:3] == ["a", "b", "b"]
