@@ -285,6 +285,53 @@ def test_rooms_have_no_cycles() -> None:
     list(TopologicalSorter(LAYERS).static_order())
 
 
+# Imports for types alone, without which no module of orchestrator/ imports itself through others.
+TYPES_OF_CALLERS = {
+    ("orchestrator.gateway.http.exchange", "orchestrator.gateway.http.connection"),
+    ("orchestrator.gateway.http.http_server", "orchestrator.gateway.http.connection"),
+    ("orchestrator.gateway.http.request_reader", "orchestrator.gateway.http.connection"),
+    ("orchestrator.gateway.serving.ticket", "orchestrator.gateway.serving.replica_link"),
+}
+
+
+def test_modules_of_the_orchestrator_have_no_cycles() -> None:
+    graph: dict[str, set[str]] = {module_of(path): set() for path in sources("orchestrator")}
+    for path in sources("orchestrator"):
+        module = module_of(path)
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                names = {f"{node.module}.{alias.name}" for alias in node.names}
+                graph[module] |= (names & graph.keys()) or ({node.module} & graph.keys() - {module})
+    for module, target in TYPES_OF_CALLERS:
+        graph[module].remove(target)
+    list(TopologicalSorter(graph).static_order())
+
+
+MAX_METHODS, MAX_PARAMETERS = 25, 7
+
+
+def test_no_class_of_the_orchestrator_has_more_than_25_methods() -> None:
+    functions = ast.FunctionDef | ast.AsyncFunctionDef
+    sizes = {
+        f"{module_of(path)}.{node.name}": sum(isinstance(part, functions) for part in node.body)
+        for path in sources("orchestrator")
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.ClassDef)
+    }
+    assert {name: size for name, size in sizes.items() if size > MAX_METHODS} == {}
+
+
+def test_no_function_of_the_orchestrator_takes_more_than_seven_values() -> None:
+    """Except the commands, whose parameters are their options."""
+    sizes: dict[str, int] = {}
+    for path in sources("orchestrator"):
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and "cli" not in path.parts:
+                names = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+                sizes[f"{module_of(path)}:{node.lineno}"] = len(names) - (names[:1] in (["self"], ["cls"]))
+    assert {name: size for name, size in sizes.items() if size > MAX_PARAMETERS} == {}
+
+
 def test_no_class_name_occurs_twice() -> None:
     """A reader who searches for a name finds one class."""
     places: dict[str, list[str]] = {}

@@ -18,7 +18,7 @@ from orchestrator.api.schemas import OperationRefused, SpecText
 from orchestrator.control.resolve.resolved_revision import ResolvedRevision
 from orchestrator.control.resolve.spec_file import SpecFile
 from orchestrator.control.rollout_progress import failure_of
-from orchestrator.messages.gateway_calls import Hosting
+from orchestrator.messages.controller_replies import Hosting
 from orchestrator.messages.replica_states import State
 from orchestrator.process.failure import Failed
 from orchestrator.sagemaker.model_folder import SPEC, Fields, read_folder, text_of

@@ -12,8 +12,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from orchestrator.access.source_policy import SourcePolicy, allowed_by_setting, allowed_to_keys
 from orchestrator.api.schemas import OperationRefused
 from orchestrator.control.controller import Controller
-from orchestrator.control.decisions.effects import ClusterClient
-from orchestrator.control.decisions.snapshot import ReplicaView
+from orchestrator.control.decisions.replica_view import ReplicaView
+from orchestrator.control.effects import ClusterClient
 from orchestrator.control.fleet_state import FleetState
 from orchestrator.control.journal.journal import JournalLost, JournalUnwritable
 from orchestrator.control.journal.journal_records import R

@@ -27,7 +27,7 @@ from orchestrator.api.schemas import (
 )
 from orchestrator.console.fleet_feed import LiveView, RayLinks, ReplicaInRay
 from orchestrator.console.page import Entrance
-from orchestrator.control.decisions.snapshot import ReplicaView
+from orchestrator.control.decisions.replica_view import ReplicaView
 from orchestrator.control.start_times import load_times
 from orchestrator.messages.fleet_status import EventPage, EventRow, FleetStatus
 from orchestrator.messages.replica_states import LEAVING

@@ -32,8 +32,8 @@ from orchestrator.api.schemas import (
     UndoTarget,
 )
 from orchestrator.control.decisions.changes import Action
+from orchestrator.control.decisions.replica_view import ReplicaView
 from orchestrator.control.decisions.rollout_step import compute_goal
-from orchestrator.control.decisions.snapshot import ReplicaView
 from orchestrator.control.fleet_goal import install_revision, situation_of
 from orchestrator.control.journal.journal_records import Replace, Revision, RolloutState
 from orchestrator.control.resolve.resolved_revision import ResolvedRevision

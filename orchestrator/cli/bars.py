@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TextIO
 
 from orchestrator.cli.output import can_redraw
-from orchestrator.messages.fleet_status import FleetStatus, ReplicaInFleet, fetch_numbers
+from orchestrator.messages.fleet_status import FleetStatus, ReplicaInFleet
 from orchestrator.messages.replica_states import STARTING, State
 
 SHOW_CURSOR = "\x1b[?25h"
@@ -147,7 +147,7 @@ def _replica_bar(replica: ReplicaInFleet, loading_s: float, usual_s: float) -> B
     its model, if there were any."""
     fetch = replica.fetch
     if fetch is not None:
-        text = f"{fetch.phase} {fetch_numbers(fetch, left=False)}"
+        text = f"{fetch.phase} {fetch.numbers(left=False)}"
         return Bar(replica.id, text, fetch.bytes, fetch.total, fetch.left_s)
     text = replica.state.value + (f" on {replica.host} cores {replica.cores}" if replica.cores else "")
     if replica.state is not State.LOADING or not usual_s:

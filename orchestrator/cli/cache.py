@@ -23,13 +23,13 @@ from orchestrator.cli.bars import Bar, bars_on
 from orchestrator.cli.listing import Column, Table
 from orchestrator.cli.output import Format, complain, fields_of, say, show, stderr
 from orchestrator.cluster.settings import store_here
-from orchestrator.messages.fleet_status import FetchProgress, fetch_numbers, fetch_text, size_text
+from orchestrator.messages.fleet_status import FetchProgress
 from orchestrator.process.failure import Failed
 from orchestrator.process.home import Home
 from orchestrator.process.text_table import columns
 from placements.spec.notation import unusable_path
 from placements.spec.problems import has_errors
-from workers.artifacts.fetch.progress import Progress
+from workers.artifacts.fetch.progress import Progress, size_text
 from workers.artifacts.sources.listing import RemoteFile, SourceError
 from workers.artifacts.store.store import Store
 from workers.compiling.prefetch import verify
@@ -216,9 +216,9 @@ def _fetch_reports(label: str) -> Iterator[Callable[[str], Progress]]:
             if fetches and (status := fetches[-1].status()).phase not in ("done", "failed"):
                 progress = FetchProgress.of(status)
                 if bars is None:
-                    say(f"{label}: {fetch_text(progress)}")
+                    say(f"{label}: {progress.text}")
                 else:
-                    text = f"{status.phase} {fetch_numbers(progress, left=False)}"
+                    text = f"{status.phase} {progress.numbers(left=False)}"
                     bars.show([Bar(label, text, status.done, status.total or None, status.left_s)])
 
     with bars_on(stderr()) as bars:

@@ -15,14 +15,7 @@ from orchestrator.cli.client import AdminClient, FleetRefused, the_fleet
 from orchestrator.cli.follow import events_after, latest, rollout_line
 from orchestrator.cli.listing import EVENTS, REPLICAS, arrivals_per_s, live, waiting
 from orchestrator.cli.output import Format, can_redraw, paint_state, show, stdout, use_color
-from orchestrator.messages.fleet_status import (
-    EventRow,
-    FleetStatus,
-    HostInFleet,
-    ModelInFleet,
-    ReplicaInFleet,
-    fetch_text,
-)
+from orchestrator.messages.fleet_status import EventRow, FleetStatus, HostInFleet, ModelInFleet, ReplicaInFleet
 from orchestrator.process.failure import Failed
 from orchestrator.process.text_table import Paint, columns
 from placements.facts.core_range import CoreRange
@@ -165,7 +158,7 @@ def _model_row(model: ModelInFleet, letter_of: Mapping[str, str], load: Load) ->
 
 def _unready(replicas: Sequence[ReplicaInFleet], paint: Paint | None) -> str:
     rows = [
-        (*STARTING.row(replica), replica.reason if replica.fetch is None else fetch_text(replica.fetch))
+        (*STARTING.row(replica), replica.reason if replica.fetch is None else replica.fetch.text)
         for replica in replicas[:MOST_UNREADY]
     ]
     more = len(replicas) - len(rows)

@@ -48,7 +48,6 @@ from orchestrator.messages.fleet_status import (
     ModelInFleet,
     PreparationStatus,
     ReplicaInFleet,
-    fetch_text,
 )
 from orchestrator.process.failure import Failed
 from orchestrator.process.text_table import Paint, columns
@@ -213,7 +212,7 @@ def status_text(data: FleetStatus, paint: Paint | None = None, console: str | No
         for replica in model.replicas:
             replicas.append(IN_STATUS.row(replica))
             if replica.fetch is not None:
-                notes.append(f"{replica.id}: {fetch_text(replica.fetch)}")
+                notes.append(f"{replica.id}: {replica.fetch.text}")
             if replica.reason:
                 notes += _replica_notes(replica)
         for preparation in model.preparing:
@@ -290,7 +289,7 @@ def _preparing_notes(model: ModelInFleet, preparation: PreparationStatus, hosts:
     if preparation.reason:
         notes.append(f"    {preparation.failures} failed attempts: {preparation.reason}")
     fetches = [fetch for host in hosts if host.name == place for fetch in host.fetches]
-    return notes + [f"    {fetch_text(fetch)}" for fetch in fetches]
+    return notes + [f"    {fetch.text}" for fetch in fetches]
 
 
 def _gateway_note(gateway: GatewayInFleet) -> str:

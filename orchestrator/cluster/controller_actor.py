@@ -34,9 +34,9 @@ from orchestrator.control.journal.state_copy import StateCopier
 from orchestrator.control.record_writer import RecordWriter
 from orchestrator.control.resumption import resume_fleet
 from orchestrator.gateway.settings import GatewaySettings
-from orchestrator.messages.controller_settings import ControllerSettings, SpecReply
+from orchestrator.messages.controller_replies import Hosting, SpecReply
+from orchestrator.messages.controller_settings import ControllerSettings
 from orchestrator.messages.fleet_status import FleetStatus
-from orchestrator.messages.gateway_calls import Hosting
 from orchestrator.messages.route_table import RouteTable
 from orchestrator.process import logs
 from orchestrator.process.addresses import free_port

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from orchestrator.access.audit_log import Audit
-from orchestrator.messages.controller_settings import SpecReply
-from orchestrator.messages.fleet_status import FleetStatus, ModelInFleet, ReplicaInFleet, fetch_text
+from orchestrator.messages.controller_replies import SpecReply
+from orchestrator.messages.fleet_status import FleetStatus, ModelInFleet, ReplicaInFleet
 from orchestrator.process.awake_clock import LATE_S
 from orchestrator.process.failure import Failed
 from orchestrator.process.spec_text import read_text
@@ -193,7 +193,7 @@ def progress(replica: ReplicaInFleet) -> tuple[str, str]:
     if fetch is None:
         return line, line
     silent = " silent" if fetch.trouble else ""
-    return f"{line} {fetch.phase} {fetch.tenths}{silent}", f"{replica.id} {fetch_text(fetch)}"
+    return f"{line} {fetch.phase} {fetch.tenths}{silent}", f"{replica.id} {fetch.text}"
 
 
 class Display(Protocol):

@@ -15,7 +15,7 @@ import msgspec.structs
 from orchestrator.access.tls import certified_name
 from orchestrator.gateway.settings import GatewaySettings
 from orchestrator.messages.fleet_status import GatewayInFleet
-from orchestrator.messages.gateway_calls import HEAD, ClusterMachine, wanted_gateways
+from orchestrator.messages.gateway_places import HEAD, ClusterMachine, wanted_gateways
 from orchestrator.process.addresses import is_loopback
 from orchestrator.process.failure import Failed
 from orchestrator.process.home import WILDCARDS

@@ -26,7 +26,8 @@ from orchestrator.cluster.nodes import CONTROLLER, HEAD, own_interpreter
 from orchestrator.cluster.ray_names import ray_name
 from orchestrator.gateway.controller_client import ControllerAway, ControllerFailed
 from orchestrator.gateway.settings import DRAIN_S, GatewaySettings
-from orchestrator.messages.gateway_calls import GatewayPlace, Hosting
+from orchestrator.messages.controller_replies import Hosting
+from orchestrator.messages.gateway_places import GatewayPlace
 from orchestrator.messages.route_table import RouteTable
 from orchestrator.process import logs
 from orchestrator.process.awake_clock import AwakeClock

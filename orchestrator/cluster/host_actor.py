@@ -17,7 +17,7 @@ import ray
 
 from orchestrator.cluster.host_greeting import HostGreeting, own_greeting
 from orchestrator.cluster.ray_workers import SpareWorkers, end_idle_workers
-from orchestrator.control.decisions.effects import LogText
+from orchestrator.control.effects import LogText
 from orchestrator.process.home import Home
 from workers.artifacts.fetch.artifact_fetcher import ArtifactFetcher, FetchedArtifact, WantedArtifact
 from workers.artifacts.fetch.progress import FetchStatus

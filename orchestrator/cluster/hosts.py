@@ -20,7 +20,7 @@ from orchestrator.cluster.host_greeting import own_greeting, unfit
 from orchestrator.cluster.nodes import ClusterNodes, RayNode
 from orchestrator.cluster.ray_names import HOST_ACTOR
 from orchestrator.cluster.survey import GREETING_S
-from orchestrator.control.decisions.effects import HostLost
+from orchestrator.control.effects import HostLost
 from orchestrator.process.awake_clock import AwakeClock
 from workers.artifacts.fetch.progress import FetchStatus
 from workers.artifacts.store.store import StoreSettings

@@ -24,8 +24,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from orchestrator.cluster.calls import Head, retried
 from orchestrator.cluster.machine_claims import MachineClaims, Member, lost_hosts
 from orchestrator.cluster.ray_names import CORE_RESOURCE, HOST_ACTOR, INSTANCE_LABEL, core_resources, ray_name
-from orchestrator.control.decisions.effects import Loss
-from orchestrator.messages.gateway_calls import ClusterMachine, GatewayPlace
+from orchestrator.control.effects import Loss
+from orchestrator.messages.gateway_places import ClusterMachine, GatewayPlace
 from orchestrator.process.awake_clock import AwakeClock
 from placements.facts.topology import Host
 from workers.host.task_boundary import task_boundary

@@ -24,9 +24,9 @@ from orchestrator.cluster.nodes import (
 )
 from orchestrator.cluster.ray_names import ray_name
 from orchestrator.cluster.replicas import ReplicaActors
-from orchestrator.control.decisions.effects import CoreOwner, HostLost, HostReport, LogText, Loss, StartStep
+from orchestrator.control.effects import CoreOwner, HostLost, HostReport, LogText, Loss, StartStep
 from orchestrator.gateway.settings import GatewaySettings
-from orchestrator.messages.gateway_calls import ClusterMachine, GatewayPlace
+from orchestrator.messages.gateway_places import ClusterMachine, GatewayPlace
 from orchestrator.process.awake_clock import AwakeClock
 from placements.facts.topology import Host
 from workers.artifacts.fetch.artifact_fetcher import FetchedArtifact, WantedArtifact

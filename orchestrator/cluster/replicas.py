@@ -19,7 +19,8 @@ from orchestrator.cluster.calls import CRASHED, DISCONNECTED, Head, cause_of_dea
 from orchestrator.cluster.hosts import CALL_DEADLINE_S, CONFIRM_DEATH_S, NEAR_S, HostActors
 from orchestrator.cluster.nodes import ClusterNodes, RayNode
 from orchestrator.cluster.ray_names import HOST_ACTOR
-from orchestrator.control.decisions.effects import HostLost, ReplicaDied, Survivor, actor_name
+from orchestrator.control.decisions.replica_view import actor_name
+from orchestrator.control.effects import HostLost, ReplicaDied, Survivor
 from orchestrator.process.awake_clock import AwakeClock
 from workers.host.lifetime import Process, end_process, is_stopped, pid_space, process_start
 from workers.host.task_boundary import task_boundary

@@ -16,7 +16,7 @@ import msgspec.structs
 
 from orchestrator.gateway.settings import GatewaySettings
 from orchestrator.messages.controller_settings import DRAIN_S
-from orchestrator.messages.gateway_calls import HEAD, HOSTS
+from orchestrator.messages.gateway_places import HEAD, HOSTS
 from orchestrator.process.failure import Failed
 from placements.spec import removed
 from placements.spec.problems import Problem, in_order

@@ -51,7 +51,7 @@ from orchestrator.gateway.http.http_server import bind
 from orchestrator.gateway.settings import GatewaySettings
 from orchestrator.messages.controller_settings import ControllerSettings, FleetSettings
 from orchestrator.messages.fleet_status import GatewayInFleet
-from orchestrator.messages.gateway_calls import GatewayPlace, wanted_gateways
+from orchestrator.messages.gateway_places import GatewayPlace, wanted_gateways
 from orchestrator.process.addresses import free_port
 from orchestrator.process.child_process import Ended, apart
 from orchestrator.process.failure import Failed

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from orchestrator.control.decisions.effects import ClusterClient, ReplicaDied
-from orchestrator.control.decisions.snapshot import ReplicaView, backoff_s
+from orchestrator.control.decisions.replica_view import ReplicaView, backoff_s
+from orchestrator.control.effects import ClusterClient, ReplicaDied
 from orchestrator.control.fleet_state import FleetState
 from orchestrator.control.rollout_progress import with_other_adapters
 from placements.spec.schema import ModelSpec
@@ -43,7 +43,7 @@ class AdapterUpdates:
         self._wake = wake
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by model
         self._failed: dict[str, _Failed] = {}  # by model
-        self._matching: tuple[int, int] | None = None  # changes of views and revision, with the adapters of the spec
+        self._matching: tuple[int, int] | None = None  # changes of views and revision, if no adapter differs
 
     def round(self) -> None:
         """Start a change for each model that needs one."""

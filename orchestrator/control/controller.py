@@ -20,9 +20,9 @@ import msgspec.structs
 from orchestrator.control.adapter_updates import AdapterUpdates
 from orchestrator.control.controller_metrics import ControllerCounters, engine_families, fleet_families, scaling_changes
 from orchestrator.control.decisions.departures import replicas_to_end
-from orchestrator.control.decisions.effects import ClusterClient
 from orchestrator.control.decisions.reconcile import Action, Drain, Fail, Forget, Release, Start, Stop, reconcile
-from orchestrator.control.decisions.snapshot import Observed, ReplicaView
+from orchestrator.control.decisions.replica_view import Observed, ReplicaView
+from orchestrator.control.effects import ClusterClient
 from orchestrator.control.fleet_goal import update_goal
 from orchestrator.control.fleet_state import FleetState
 from orchestrator.control.gateway_reports import LiveRequests, LoadHistory

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from orchestrator.control.decisions.snapshot import ReplicaView
+from orchestrator.control.decisions.replica_view import ReplicaView
 from orchestrator.messages.fleet_status import FleetStatus, HostInFleet, ModelInFleet
 from orchestrator.messages.replica_states import STARTING, State
 from workers.messages.metric_family import Histogram, MetricFamily, Point, by_label, gauge

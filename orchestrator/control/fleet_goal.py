@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 from orchestrator.control.decisions.decide import RELOCATION_S, FleetDecision, FleetSnapshot, decide
 from orchestrator.control.decisions.preparation import Key, Preparation, takes_long
+from orchestrator.control.decisions.replica_view import ReplicaView
 from orchestrator.control.decisions.rollout_step import DesiredModel, FormerVersion, Goal, Situation
-from orchestrator.control.decisions.snapshot import ReplicaView
 from orchestrator.control.fleet_state import FleetState
 from orchestrator.control.host_conditions import (
     blocked_cores,

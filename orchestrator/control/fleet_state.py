@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.control.decisions.decide import FleetSnapshot, UpdateMemory
-from orchestrator.control.decisions.effects import CoreOwner, FailedCore
 from orchestrator.control.decisions.preparation import Key, Preparation
+from orchestrator.control.decisions.replica_view import ReplicaView
 from orchestrator.control.decisions.rollout_step import (
     Goal,
     ReplicaTarget,
 )
-from orchestrator.control.decisions.snapshot import ReplicaView
+from orchestrator.control.effects import CoreOwner, FailedCore
 from orchestrator.control.host_uses import HostUses
 from orchestrator.control.journal.journal_fold import failed_cores
 from orchestrator.control.journal.journal_records import RolloutState

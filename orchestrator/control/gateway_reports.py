@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec.structs
 
-from orchestrator.messages.gateway_calls import GATEWAY_LOST_S
+from orchestrator.messages.gateway_places import GATEWAY_LOST_S
 from orchestrator.scaling.demand_report import (
     FIRST_TOKEN_S,
     TOKEN_S,

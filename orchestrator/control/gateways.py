@@ -8,11 +8,12 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from orchestrator.control.decisions.effects import ClusterClient
+from orchestrator.control.effects import ClusterClient
 from orchestrator.control.fleet_state import FleetState
 from orchestrator.control.host_conditions import hosts_leaving
 from orchestrator.messages.fleet_status import GatewayInFleet
-from orchestrator.messages.gateway_calls import GATEWAY_LOST_S, GatewayPlace, KeyUsageExchange, wanted_gateways
+from orchestrator.messages.gateway_places import GATEWAY_LOST_S, GatewayPlace, wanted_gateways
+from orchestrator.messages.key_usage import KeyUsageExchange
 from orchestrator.scaling.demand_report import DemandReply, DemandReport
 from workers.host.task_boundary import task_boundary
 

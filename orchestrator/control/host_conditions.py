@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from orchestrator.control.decisions.departures import LeavingHost, leaving_hosts, replicas_to_end
-from orchestrator.control.decisions.effects import CoreOwner, FailedCore
+from orchestrator.control.decisions.replica_view import ReplicaView
 from orchestrator.control.decisions.rollout_step import merged
-from orchestrator.control.decisions.snapshot import ReplicaView
+from orchestrator.control.effects import CoreOwner, FailedCore
 from orchestrator.control.fleet_state import FleetState
 from orchestrator.control.journal.journal_records import Cordoned, Quarantine
 from placements.facts.core_range import ranges

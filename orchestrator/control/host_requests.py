@@ -7,8 +7,8 @@ import logging
 from collections.abc import Collection, Iterable
 
 from orchestrator.control.controller_metrics import ControllerCounters
-from orchestrator.control.decisions.effects import ClusterClient
 from orchestrator.control.decisions.host_demand import CHECK_S, SPARE_S, HostDemand
+from orchestrator.control.effects import ClusterClient
 from orchestrator.control.fleet_goal import situation_of
 from orchestrator.control.fleet_state import FleetState
 from orchestrator.control.gateways import Gateways

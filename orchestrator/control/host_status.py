@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
-from orchestrator.control.decisions.effects import CoreOwner, FailedCore
+from orchestrator.control.effects import CoreOwner, FailedCore
 from orchestrator.control.fleet_state import FleetState
 from orchestrator.control.host_conditions import cordon_of, drained_cores, quarantine_of
 from orchestrator.messages.fleet_status import (

@@ -9,8 +9,8 @@ from functools import partial
 
 from orchestrator.control.controller_metrics import ControllerCounters
 from orchestrator.control.decisions.departures import noticed_departures
-from orchestrator.control.decisions.effects import ClusterClient, CoreOwner, HostReport
-from orchestrator.control.decisions.snapshot import ReplicaView
+from orchestrator.control.decisions.replica_view import ReplicaView
+from orchestrator.control.effects import ClusterClient, CoreOwner, HostReport
 from orchestrator.control.fleet_goal import remote_sources
 from orchestrator.control.fleet_state import FleetState
 from orchestrator.control.host_conditions import expire_quarantines
@@ -127,7 +127,8 @@ class HostWatch:
         self._noticed_until = now + NOTICES_S
         with task_boundary(log, "the hosts do not report notices", level=logging.WARNING):
             self.reports = await asyncio.wait_for(self._cluster.host_reports(), REPLY_S)
-            for departure in noticed_departures(state.records.state.departures, self.reports):
+            notices = {host: report.notice for host, report in self.reports.items()}
+            for departure in noticed_departures(state.records.state.departures, notices):
                 state.records.note(departure)
                 self._report_departure(departure)
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, cast
 
 import msgspec.structs
 
-from orchestrator.control.decisions.snapshot import ReplicaView
+from orchestrator.control.decisions.replica_view import ReplicaView
 from orchestrator.control.journal.journal import Journal, JournalUnwritable, as_stored
 from orchestrator.control.journal.journal_fold import fold
 from orchestrator.control.journal.journal_records import AnyRecord, Decision, Event, JournalState, R, ReadyStart, Record

@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec.structs
 
-from orchestrator.control.decisions.effects import ClusterClient, HostLost, LogText, ReplicaDied, Survivor
+from orchestrator.control.decisions.replica_view import EarlyStart, ReplicaView
 from orchestrator.control.decisions.rollout_step import ReplicaTarget
-from orchestrator.control.decisions.snapshot import EarlyStart, ReplicaView
+from orchestrator.control.effects import ClusterClient, HostLost, LogText, ReplicaDied, Survivor
 from orchestrator.control.fleet_state import FleetState
 from orchestrator.control.host_watch import HostWatch
 from orchestrator.control.record_writer import Level

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from orchestrator.control.controller_metrics import ControllerCounters
-from orchestrator.control.decisions.snapshot import SETTLED_S, ReplicaView
+from orchestrator.control.decisions.replica_view import SETTLED_S, ReplicaView
 from orchestrator.control.fleet_state import FleetState
 from orchestrator.control.host_conditions import quarantine_cores
 from orchestrator.control.start_times import record_ready

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from orchestrator.control.decisions.snapshot import ReplicaView
-from orchestrator.messages.gateway_calls import GATEWAY_LOST_S
+from orchestrator.control.decisions.replica_view import ReplicaView
+from orchestrator.messages.gateway_places import GATEWAY_LOST_S
 
 
 class ReplicaViews(dict[str, ReplicaView]):

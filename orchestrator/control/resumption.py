@@ -13,7 +13,6 @@ from orchestrator.control.journal.journal_records import Damage, HostUse, Journa
 from orchestrator.control.record_writer import RecordWriter
 from orchestrator.control.resolve.resolved_revision import resolve_revision
 from orchestrator.messages.controller_settings import ControllerSettings
-from orchestrator.messages.fleet_status import problem_text
 
 MAX_DAMAGE = 3  # damage descriptions in one record
 
@@ -61,7 +60,7 @@ def resume_fleet(
         _report_damage(records, damage)
     state = FleetState(settings, records, current, stable, clock)
     if state.hold is not None:
-        records.event("error", "ActionsHeld", problem_text(state.hold))
+        records.event("error", "ActionsHeld", state.hold.line)
     return state
 
 

@@ -11,8 +11,8 @@ from typing import Literal
 import msgspec.structs
 
 from orchestrator.control.decisions.decide import decide
+from orchestrator.control.decisions.replica_view import ReplicaView
 from orchestrator.control.decisions.rollout_step import ModelStep
-from orchestrator.control.decisions.snapshot import ReplicaView
 from orchestrator.control.fleet_goal import install_revision, snapshot_of
 from orchestrator.control.fleet_state import FleetState
 from orchestrator.control.journal.journal_records import Revision, RolloutState

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 
 from msgspec import UNSET
 
-from orchestrator.control.decisions.snapshot import ReplicaView
+from orchestrator.control.decisions.replica_view import ReplicaView
 from orchestrator.control.fleet_state import FleetState
 from orchestrator.control.host_conditions import blocked_cores
 from orchestrator.control.start_times import expected_start_s
 from orchestrator.messages.fleet_status import DemandStatus, ScalingStatus
-from orchestrator.messages.gateway_calls import GATEWAY_LOST_S
+from orchestrator.messages.gateway_places import GATEWAY_LOST_S
 from orchestrator.messages.replica_states import STARTING, State
 from orchestrator.scaling.autoscaler import FleetNow, History, Load, ModelNow, Targets, autoscale
 from orchestrator.scaling.demand_report import AUTOSCALE_S, DemandReport, DemandWindow, RoutingDecision

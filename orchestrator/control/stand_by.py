@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping
 from typing import cast
 
-from orchestrator.control.decisions.effects import ClusterClient
+from orchestrator.control.effects import ClusterClient
 from orchestrator.control.fleet_state import FleetState
 from placements.facts.engines import Engine
 from workers.host.task_boundary import task_boundary

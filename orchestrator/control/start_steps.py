@@ -8,14 +8,13 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from orchestrator.control.decisions.effects import ClusterClient
+from orchestrator.control.effects import ClusterClient
 from orchestrator.control.fleet_state import FleetState
 from orchestrator.control.host_watch import HostWatch
 from orchestrator.control.record_writer import Level
 from orchestrator.control.resolve.engine_resolution import resolve_engine
-from orchestrator.messages.fleet_status import fetched_text
 from workers.artifacts.fetch.artifact_fetcher import FetchedArtifact, early_start_config, wanted_by, with_folders
-from workers.artifacts.fetch.progress import FetchStatus
+from workers.artifacts.fetch.progress import FetchStatus, size_text
 from workers.compiling.build import NEEDS_DEVICE
 from workers.compiling.prefetch import compiles
 from workers.messages.engine_protocol import LOADS_ARRIVING
@@ -102,7 +101,7 @@ class StartSteps:
         if again and not moved:
             return
         warning = "; ".join(artifact.warning for artifact in artifacts if artifact.warning)
-        message = fetched_text(sum(artifact.bytes for artifact in artifacts), moved, seconds, warning)
+        message = _fetched_text(sum(artifact.bytes for artifact in artifacts), moved, seconds, warning)
         self.progress.note("warning" if warning else "info", "Fetched", message)
         self.hosts.fetch_ended(model, moved, seconds)
 
@@ -170,3 +169,13 @@ class RemainingTime:
         if now - at < PACE_S or status.moved <= moved:
             return None
         return max(0, status.total - status.done) * (now - at) / (status.moved - moved)
+
+
+def _fetched_text(total: int, moved: int, seconds: float, warning: str = "") -> str:
+    """Returns the result of a fetch, such as "13.5 GB in 12.3 s, 1100 MB/s"; ``moved`` bytes came over the network."""
+    if moved:
+        text = f"{size_text(moved)} in {seconds:.1f} s, {moved / max(seconds, 1e-3) / 1e6:.0f} MB/s"
+        text += f"; {size_text(total - moved)} were here" if total > moved else ""
+    else:
+        text = f"0 bytes: {size_text(total)} were here"
+    return f"{text}; {warning}" if warning else text

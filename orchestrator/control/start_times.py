@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from orchestrator.control.decisions.snapshot import ReplicaView
+from orchestrator.control.decisions.replica_view import ReplicaView
 from orchestrator.control.fleet_state import FleetState
 from orchestrator.control.journal.journal_records import ReadyStart
 from orchestrator.messages.replica_states import AHEAD, STARTING, State

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from orchestrator.control.decisions.preparation import Preparation, preparation_of
+from orchestrator.control.decisions.replica_view import ReplicaView
 from orchestrator.control.decisions.rollout_step import ModelStep
-from orchestrator.control.decisions.snapshot import ReplicaView
 from orchestrator.control.fleet_goal import desired_model
 from orchestrator.control.fleet_state import FleetState
 from orchestrator.control.host_status import host_statuses
@@ -30,7 +30,6 @@ from orchestrator.messages.fleet_status import (
     RolloutStatus,
     ScalingStatus,
     SpeculationStatus,
-    problem_text,
 )
 from orchestrator.messages.replica_states import ModelState, State, model_state
 from orchestrator.messages.route_table import ModelRoutes, Route, RouteTable
@@ -257,7 +256,7 @@ def _fleet_conditions(state: FleetState, ready: bool, hosts: list[HostInFleet]) 
         "" if writable else "the journal cannot be written: nothing can be applied, repairs continue",
     )
     hold = state.hold
-    intact, why = hold is None, "" if hold is None else problem_text(hold)
+    intact, why = hold is None, "" if hold is None else hold.line
     yield Condition("JournalIntact", intact, "Intact" if intact else "ActionsHeld", why)
     wrong = [host.name for host in hosts if not host.balanced]
     yield Condition("CoresAddUp", not wrong, "Wrong" if wrong else "Counted", ", ".join(wrong))

@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 import msgspec.structs
 
-from orchestrator.control.decisions.effects import ClusterClient
 from orchestrator.control.decisions.preparation import Key, Preparation, preparation_of
-from orchestrator.control.decisions.snapshot import LOOKING_S
+from orchestrator.control.decisions.replica_view import LOOKING_S
+from orchestrator.control.effects import ClusterClient
 from orchestrator.control.fleet_state import FleetState
 from orchestrator.control.host_watch import HostWatch
 from orchestrator.control.record_writer import Level

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Coroutine
 from typing import Any, Protocol
 
-from orchestrator.messages.gateway_calls import Hosting
+from orchestrator.messages.controller_replies import Hosting
 from orchestrator.messages.route_table import RouteTable
 from orchestrator.scaling.demand_report import DemandReply, DemandReport
 from workers.messages.metric_family import MetricFamily

@@ -18,7 +18,7 @@ import msgspec.structs
 from orchestrator.access.keys import Allowance, ApiKey, KeyRing
 from orchestrator.gateway.openai import errors
 from orchestrator.gateway.openai.errors import ApiError
-from orchestrator.messages.gateway_calls import KeyUsage
+from orchestrator.messages.key_usage import KeyUsage
 
 MINUTE_S = 60.0
 DEBT = 10.0  # capacities: the largest debt of a bucket, whatever was used

@@ -21,7 +21,7 @@ from orchestrator.gateway.lmi import INVOCATIONS, LINES, content_types, joined_l
 from orchestrator.gateway.openai import errors
 from orchestrator.gateway.openai.errors import ApiError
 from orchestrator.gateway.served_models import ServedModels
-from orchestrator.messages.gateway_calls import Hosting
+from orchestrator.messages.controller_replies import Hosting
 
 ROUTES_BY_FIELD = {  # of the body -> the route that reads it
     "inputs": INVOCATIONS,

@@ -1,4 +1,4 @@
-"""What `up` and the controller tell each other: settings, fixed for the life of a fleet, and the fate of a spec."""
+"""The controller's settings, fixed for the life of a fleet."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from orchestrator.messages.gateway_calls import HOSTS
+from orchestrator.messages.gateway_places import HOSTS
 from orchestrator.process.home import FleetRecord
 from placements.facts.topology import Machine
-from placements.spec.problems import Problem
 from workers.artifacts.store.store import StoreSettings
-from workers.messages.actor_message import actor_message
 from workers.messages.credentials import Credentials
 
 DRAIN_S = 20.0
@@ -62,14 +60,3 @@ class ControllerSettings(FleetSettings, frozen=True, kw_only=True):
     def machine(self) -> Machine:
         """The machine, or each machine of the joined cluster, that revisions are resolved for."""
         return Machine(self.cpus, self.instance, self.joined, self.devices)
-
-
-@actor_message
-class SpecReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The controller's answer to a spec of `up`: its revision, or the error for which nothing was applied."""
-
-    revision: int | None = None
-    changed: bool = False
-    error: Problem | None = None
-    problems: tuple[Problem, ...] = ()  # of the spec, which have led to the error
-    is_failure: bool = False  # the error has a cause outside the spec, such as a full disk: a retry may succeed

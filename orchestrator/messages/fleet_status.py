@@ -12,9 +12,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from orchestrator.messages.replica_states import ModelState, State
-from placements.spec.problems import Problem
-from workers.artifacts.fetch.progress import FetchStatus
-from workers.artifacts.fetch.progress import size_text as size_text
+from workers.artifacts.fetch.progress import FetchStatus, size_text
 from workers.messages.status import ServerLoad
 
 
@@ -60,6 +58,26 @@ class FetchProgress(StatusFields, frozen=True, kw_only=True):
     def tenths(self) -> int | None:
         """How many tenths are done."""
         return int(10 * self.bytes / self.total) if self.total else None
+
+    @property
+    def text(self) -> str:
+        """The progress as text, such as "fetching s3://models/chat: 1.2 GB of 13.5 GB, 210.0 MB/s, 58 s left"."""
+        numbers = self.numbers()
+        return f"{self.phase} {self.source}" + (f": {numbers}" if numbers else "")
+
+    def numbers(self, *, left: bool = True) -> str:
+        """Returns the numbers as text, such as "1.2 GB of 13.5 GB, 210.0 MB/s, 58 s left"; ``left``: with the time that
+        is left."""
+        parts = []
+        if self.total:
+            parts.append(f"{size_text(self.bytes)} of {size_text(self.total)}")
+        if self.bytes_per_s:
+            parts.append(f"{size_text(self.bytes_per_s)}/s")
+        if self.left_s is not None and left:
+            parts.append(f"{self.left_s:.0f} s left")
+        if self.trouble:
+            parts.append(self.trouble)
+        return ", ".join(parts)
 
 
 class SpeculationStatus(StatusFields, frozen=True, kw_only=True):
@@ -366,41 +384,3 @@ class FleetStatus(StatusFields, frozen=True, kw_only=True):
         """Why the fleet carries out no actions until an operator confirms its revision; empty: it does."""
         broken = (item for item in self.conditions if item.type == "JournalIntact" and not item.status)
         return next((item.message for item in broken), "")
-
-
-def problem_text(problem: Problem) -> str:
-    """Returns the problem on one line, in the form of replica failures."""
-    return f"{problem.id}: {problem.what} ({problem.hint})"
-
-
-def fetch_text(fetch: FetchProgress) -> str:
-    """Returns a fetch's progress, such as "fetching s3://models/chat: 1.2 GB of 13.5 GB, 210.0 MB/s, 58 s left"."""
-    numbers = fetch_numbers(fetch)
-    return f"{fetch.phase} {fetch.source}" + (f": {numbers}" if numbers else "")
-
-
-def fetch_numbers(fetch: FetchProgress, *, left: bool = True) -> str:
-    """Returns the numbers of a fetch's progress, such as "1.2 GB of 13.5 GB, 210.0 MB/s, 58 s left".
-
-    ``left``: with the time that is left.
-    """
-    parts = []
-    if fetch.total:
-        parts.append(f"{size_text(fetch.bytes)} of {size_text(fetch.total)}")
-    if fetch.bytes_per_s:
-        parts.append(f"{size_text(fetch.bytes_per_s)}/s")
-    if fetch.left_s is not None and left:
-        parts.append(f"{fetch.left_s:.0f} s left")
-    if fetch.trouble:
-        parts.append(fetch.trouble)
-    return ", ".join(parts)
-
-
-def fetched_text(total: int, moved: int, seconds: float, warning: str = "") -> str:
-    """Returns the result of a fetch, such as "13.5 GB in 12.3 s, 1100 MB/s"; ``moved`` bytes came over the network."""
-    if moved:
-        text = f"{size_text(moved)} in {seconds:.1f} s, {moved / max(seconds, 1e-3) / 1e6:.0f} MB/s"
-        text += f"; {size_text(total - moved)} were here" if total > moved else ""
-    else:
-        text = f"0 bytes: {size_text(total)} were here"
-    return f"{text}; {warning}" if warning else text

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from orchestrator.messages.gateway_calls import KeyUsage
+from orchestrator.messages.key_usage import KeyUsage
 from orchestrator.scaling.forecast import Counts
 from workers.messages.actor_message import actor_message
 

@@ -57,6 +57,11 @@ class Problem:
         object.__setattr__(self, "what", printable(self.what))
         object.__setattr__(self, "hint", printable(self.hint))
 
+    @property
+    def line(self) -> str:
+        """The problem on one line, in the form of replica failures."""
+        return f"{self.id}: {self.what} ({self.hint})"
+
     def as_dict(self) -> dict[str, str]:
         """Returns the JSON of `validate -o json`."""
         return {"id": self.id, "severity": self.severity, "where": self.where, "what": self.what, "hint": self.hint}

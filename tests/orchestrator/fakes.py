@@ -21,7 +21,8 @@ from msgspec import to_builtins as builtin
 from orchestrator.api import preview, queries, replicas, revisions, schemas
 from orchestrator.api.operation import OperatedFleet
 from orchestrator.control.controller import Controller
-from orchestrator.control.decisions.effects import (
+from orchestrator.control.decisions.replica_view import actor_name
+from orchestrator.control.effects import (
     CoreOwner,
     HostLost,
     HostReport,
@@ -30,14 +31,13 @@ from orchestrator.control.decisions.effects import (
     ReplicaDied,
     StartStep,
     Survivor,
-    actor_name,
 )
 from orchestrator.control.journal.journal import Journal
 from orchestrator.control.record_writer import InThread, RecordWriter
 from orchestrator.control.resumption import resume_fleet
 from orchestrator.messages.controller_settings import ControllerSettings
 from orchestrator.messages.fleet_status import FleetStatus, HostInFleet, RolloutReport
-from orchestrator.messages.gateway_calls import ClusterMachine, GatewayPlace
+from orchestrator.messages.gateway_places import ClusterMachine, GatewayPlace
 from orchestrator.process.awake_clock import AwakeClock
 from orchestrator.process.home import FleetRecord
 from placements.facts.topology import Host

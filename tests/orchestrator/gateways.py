@@ -21,7 +21,8 @@ from orchestrator.gateway.openapi import GatewayRoute
 from orchestrator.gateway.server import GatewayServer
 from orchestrator.gateway.serving.model_queue import ModelQueue
 from orchestrator.gateway.settings import GatewaySettings
-from orchestrator.messages.gateway_calls import Hosting, KeyUsageExchange
+from orchestrator.messages.controller_replies import Hosting
+from orchestrator.messages.key_usage import KeyUsageExchange
 from orchestrator.messages.replica_states import ModelState
 from orchestrator.messages.route_table import ModelRoutes, Route, RouteTable
 from orchestrator.process.addresses import free_port

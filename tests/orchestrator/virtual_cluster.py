@@ -12,16 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from orchestrator.control.decisions.effects import (
-    CoreOwner,
-    HostLost,
-    HostReport,
-    LogText,
-    Loss,
-    ReplicaDied,
-    Survivor,
-    actor_name,
-)
+from orchestrator.control.decisions.replica_view import actor_name
+from orchestrator.control.effects import CoreOwner, HostLost, HostReport, LogText, Loss, ReplicaDied, Survivor
 from orchestrator.control.journal.journal import Journal
 from orchestrator.control.journal.journal_records import Event, R
 from tests.orchestrator.fakes import FakeCluster, FakeReplica

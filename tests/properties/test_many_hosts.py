@@ -22,7 +22,7 @@ import pytest
 
 from orchestrator.api.schemas import OperationRefused
 from orchestrator.control.decisions.reconcile import reconcile
-from orchestrator.control.decisions.snapshot import Observed
+from orchestrator.control.decisions.replica_view import Observed
 from orchestrator.control.fleet_goal import update_goal
 from orchestrator.control.host_conditions import replicas_replaced
 from orchestrator.messages.replica_states import State

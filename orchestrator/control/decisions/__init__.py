@@ -1,1 +1,1 @@
-"""What happens next in a fleet, decided from a snapshot: goal, rollout, relocation, hosts and effects. Pure."""
+"""Decides from a snapshot what a fleet should run: goals, updates, relocations and hosts. Pure."""

@@ -9,8 +9,8 @@ from enum import Enum
 from hashlib import blake2s
 from typing import Any
 
+from orchestrator.control.decisions.replica_view import ReplicaView
 from orchestrator.control.decisions.rollout_step import Goal
-from orchestrator.control.decisions.snapshot import ReplicaView
 from orchestrator.messages.replica_states import LEAVING
 from placements.facts.adapters import Adapter, max_rank
 from placements.facts.engines import AUTO_ENGINES, HOST_ENGINES, Engine

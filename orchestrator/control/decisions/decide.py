@@ -10,6 +10,7 @@ from types import MappingProxyType
 
 from orchestrator.control.decisions.preparation import Key, Preparation, preparation_of, takes_long, upcoming_targets
 from orchestrator.control.decisions.relocation import Relocation, find_relocation
+from orchestrator.control.decisions.replica_view import ReplicaView
 from orchestrator.control.decisions.rollout_step import (
     Goal,
     ReplicaTarget,
@@ -18,7 +19,6 @@ from orchestrator.control.decisions.rollout_step import (
     defer_displacements,
     merged,
 )
-from orchestrator.control.decisions.snapshot import ReplicaView
 from orchestrator.control.decisions.update_strategy import UpdateStrategy, choose_strategy
 from orchestrator.control.journal.journal_records import Event
 from placements.facts.engines import Engine

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from orchestrator.control.decisions.effects import HostReport
-from orchestrator.control.decisions.snapshot import ReplicaView
+from orchestrator.control.decisions.replica_view import ReplicaView
 from orchestrator.control.journal.journal_records import Departure
 from orchestrator.messages.replica_states import LEAVING, State
 from workers.messages.status import Notice
@@ -58,16 +57,16 @@ def replicas_to_end(
 SAME_S = 2.0  # deadlines of one notice may differ by so much between two reports
 
 
-def noticed_departures(recorded: Mapping[str, Departure], reports: Mapping[str, HostReport]) -> Iterator[Departure]:
+def noticed_departures(recorded: Mapping[str, Departure], notices: Mapping[str, Notice | None]) -> Iterator[Departure]:
     """Yields the records that notices lead to.
 
     1. A notice, and none is recorded, or one that it replaces -> the host departs
     2. No notice any more, and one is recorded                 -> the host stays
-    An operator's departure stays, except that an earlier end by a notice replaces it. Hosts without a report keep what
-    is recorded: a lost host has none, and one that comes back has a new machine.
+    An operator's departure stays, except that an earlier end by a notice replaces it. ``notices`` has the hosts that
+    report. Others keep what is recorded: a lost host does not report, and one that comes back has a new machine.
     """
-    for host, report in sorted(reports.items()):
-        departure, notice = recorded.get(host), report.notice
+    for host, notice in sorted(notices.items()):
+        departure = recorded.get(host)
         if notice is None:
             if departure is not None and departure.noticed:
                 yield Departure(host=host, on=False, noticed=True, cause=departure.cause)

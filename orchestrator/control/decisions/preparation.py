@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from orchestrator.control.decisions.replica_view import backoff_s
 from orchestrator.control.decisions.rollout_step import Goal, ReplicaTarget, Situation, new_targets
-from orchestrator.control.decisions.snapshot import backoff_s
 from placements.facts.engines import Engine, needs_neuron
 from placements.spec.notation import is_path
 from placements.spec.schema import ModelSpec

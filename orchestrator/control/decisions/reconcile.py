@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from orchestrator.control.decisions.replica_view import Observed, ReplicaView
 from orchestrator.control.decisions.rollout_step import ReplicaTarget, cores_by_host
-from orchestrator.control.decisions.snapshot import Observed, ReplicaView
 from orchestrator.messages.replica_states import ENDING, STARTING, State
 
 

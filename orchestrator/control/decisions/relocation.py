@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from orchestrator.control.decisions.replica_view import ReplicaView
 from orchestrator.control.decisions.rollout_step import Goal, Situation, compute_goal, cores_by_host, merged
-from orchestrator.control.decisions.snapshot import ReplicaView
 from orchestrator.control.decisions.update_strategy import END_S
 from orchestrator.messages.replica_states import State
 from placements.facts.checkpoints import Checkpoint

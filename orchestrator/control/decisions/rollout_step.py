@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
 
-from orchestrator.control.decisions.snapshot import ReplicaView
+from orchestrator.control.decisions.replica_view import ReplicaView
 from orchestrator.messages.replica_states import LEAVING, State
 from placements.facts.checkpoints import Checkpoint
 from placements.facts.core_range import CoreRange

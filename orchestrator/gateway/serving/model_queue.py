@@ -361,9 +361,11 @@ class ModelQueue:
     def _return(self, link: ReplicaLink, tickets: Sequence[Ticket], now: float, *, lost: bool) -> None:
         """Returns tickets to the heads of their lines, the first one foremost: their replica was lost, or else another
         gateway has taken the slot."""
+        # The request that broke the link would break the next one too. Which one it was is unknown, but it is none of
+        # those that the replica has refused, which return before the end of the connection.
+        broken = link.broken and link.closed.is_set()
         for ticket in tickets:
-            # The request that broke the link would break the next one too, and which one it was is unknown.
-            can_return = not self._closed and (not lost or (ticket.can_retry and not link.broken))
+            can_return = not self._closed and (not lost or (ticket.can_retry and not broken))
             if not can_return:
                 ticket.fail(errors.replica_lost(self.name))  # its reply may leave other tickets
         returning: list[Ticket] = []

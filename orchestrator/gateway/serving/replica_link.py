@@ -44,7 +44,7 @@ NEVER = -math.inf
 class Arrived(msgspec.Struct):
     """What a read has brought from a replica, or the end of the connection, for the owner of the link."""
 
-    at: float  # monotonic
+    at: float = 0.0  # monotonic, when it was decoded
     freed: bool = False  # a slot may be free: the replica has welcomed the gateway, or another gateway's request ended
     closed: bool = False  # the connection has ended
     lost: list[Ticket] = []  # that the replica will not answer: it drains, or the connection has ended
@@ -183,7 +183,7 @@ class ReplicaLink(asyncio.Protocol):
 
     def read(self, data: bytes) -> Arrived:
         """Returns what a read has brought."""
-        arrived = Arrived(time.monotonic())
+        arrived = Arrived()
         try:
             for message in self._reader.feed(data):
                 if isinstance(message, Step):
@@ -196,6 +196,7 @@ class ReplicaLink(asyncio.Protocol):
             log.error("disconnecting %s, which sent an invalid message: %s", self.id, error)
             self.broken = True
             self.close()
+        arrived.at = time.monotonic()
         if arrived.ended:
             self.stepped_at = arrived.at if self._live else NEVER
             for ticket in arrived.ended:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from orchestrator.api.hosted_models import HostedModels
 from orchestrator.api.preview import read_spec
-from orchestrator.messages.gateway_calls import Hosting
+from orchestrator.messages.controller_replies import Hosting
 from orchestrator.sagemaker.model_folder import text_of
 from tests.orchestrator.fakes import FakeCluster, Played, virtually
 from tests.searches import search

@@ -12,7 +12,7 @@ from orchestrator.cluster import gateways
 from orchestrator.cluster.gateway_start import are_starting, client_url, loopback_warning, not_started
 from orchestrator.gateway.settings import GatewaySettings
 from orchestrator.messages.fleet_status import GatewayInFleet
-from orchestrator.messages.gateway_calls import ClusterMachine, GatewayPlace
+from orchestrator.messages.gateway_places import ClusterMachine, GatewayPlace
 from orchestrator.process.failure import Failed
 from tests.orchestrator.fakefleet import STATUS, status_of
 

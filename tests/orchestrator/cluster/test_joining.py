@@ -28,7 +28,7 @@ from orchestrator.cluster.ownership import ClusterOwner, only_fleet
 from orchestrator.cluster.reach import Sides, join, refuse_versions, refused
 from orchestrator.cluster.up import FleetStart, Up, UpOptions, audit_fields, refuse_version
 from orchestrator.gateway.settings import GatewaySettings
-from orchestrator.messages.controller_settings import SpecReply
+from orchestrator.messages.controller_replies import SpecReply
 from orchestrator.process.addresses import free_port
 from orchestrator.process.failure import Failed
 from orchestrator.process.home import FleetRecord, Home, daemon_alive

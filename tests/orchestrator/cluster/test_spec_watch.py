@@ -10,7 +10,7 @@ import pytest
 
 from orchestrator.access.audit_log import Audit
 from orchestrator.cluster.follower import SpecWatch
-from orchestrator.messages.controller_settings import SpecReply
+from orchestrator.messages.controller_replies import SpecReply
 
 
 class Watched:

@@ -13,9 +13,11 @@ import pytest
 
 from orchestrator.control import fleet_goal
 from orchestrator.control.decisions import decide as decisions
+from orchestrator.control.decisions import rollout_step
 from orchestrator.control.decisions.decide import FleetDecision, FleetSnapshot, decide
 from orchestrator.control.decisions.rollout_step import Goal, Situation, compute_goal
 from orchestrator.messages.replica_states import State
+from placements.planner.plan import plan
 from tests.orchestrator import virtual_cluster
 from tests.orchestrator.fakes import FakeCluster, Played, virtual
 from tests.orchestrator.virtual_cluster import VirtualCluster
@@ -149,3 +151,23 @@ async def test_the_round_after_an_apply_carries_out_the_decision_of_its_preview(
         await asyncio.sleep(5.0)
         assert applied["changed"]
         assert [snapshot.situation.desired_models["m"].reachable for snapshot in decided] == [True]
+
+
+@virtual
+async def test_an_apply_plans_the_next_step_and_the_end_of_its_rollout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once each, for an update by surge: the plan of the snapshot answers whether the new replica finds a place."""
+    plans: list[Any] = []
+
+    def noted(*args: Any, **fields: Any) -> Any:
+        plans.append(args)
+        return plan(*args, **fields)
+
+    async with Played(tmp_path, FakeCluster(), SPEC % (2, 4, 1)) as played:
+        await played.settled()
+        await asyncio.sleep(5.0)
+        monkeypatch.setattr(rollout_step, "plan", noted)
+        applied = await played.apply(SPEC % (2, 8, 1))
+        assert applied["changed"]
+        assert len(plans) == 2

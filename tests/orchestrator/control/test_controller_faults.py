@@ -11,8 +11,8 @@ from typing import Any
 import msgspec.structs
 import pytest
 
-from orchestrator.control.decisions.effects import HostLost, LogText
-from orchestrator.control.decisions.snapshot import ReplicaView
+from orchestrator.control.decisions.replica_view import ReplicaView
+from orchestrator.control.effects import HostLost, LogText
 from tests.orchestrator import fakes
 from tests.orchestrator.elsewhere import forbid_remote_sources
 from tests.orchestrator.fakes import FakeCluster, Played, virtual, virtually

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from orchestrator.api.schemas import OperationRefused
 from orchestrator.control.decisions.departures import SAME_S, STOP_S, noticed_departures
-from orchestrator.control.decisions.effects import HostReport
 from orchestrator.control.journal.journal_records import Departure
 from tests.orchestrator.fakes import Played, settled_fleet
 from workers.messages.status import Notice, earliest
@@ -145,11 +144,11 @@ RECORDED = st.builds(
 def test_notices_are_recorded_once_and_never_delay_an_end(recorded: Departure | None, notice: Notice | None) -> None:
     """A second look at the same notice changes nothing; an operator's departure is never removed or made later."""
     before = {} if recorded is None else {"h": recorded}
-    reports = {"h": HostReport("1", notice)}
-    changes = list(noticed_departures(before, reports))
+    notices = {"h": notice}
+    changes = list(noticed_departures(before, notices))
     after = before if not changes else {change.host: change for change in changes if change.on}
 
-    assert list(noticed_departures(after, reports)) == []
+    assert list(noticed_departures(after, notices)) == []
     assert ("h" in after) == (notice is not None or (recorded is not None and not recorded.noticed))
     if recorded is not None and not recorded.noticed and recorded.until is not None:
         assert after["h"].until is not None

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.control.decisions.snapshot import BREAKER_PAUSE_S
+from orchestrator.control.decisions.replica_view import BREAKER_PAUSE_S
 from orchestrator.control.host_conditions import SET_ASIDE_S, cores_of_devices
 from orchestrator.control.journal.journal import Journal
 from orchestrator.messages.route_table import ModelRoutes

@@ -9,13 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.messages.gateway_calls import (
-    ClusterMachine,
-    GatewayPlace,
-    KeyUsage,
-    KeyUsageExchange,
-    wanted_gateways,
-)
+from orchestrator.messages.gateway_places import ClusterMachine, GatewayPlace, wanted_gateways
+from orchestrator.messages.key_usage import KeyUsage, KeyUsageExchange
 from orchestrator.scaling.demand_report import DemandReport, DemandWindow
 from tests.orchestrator.fakes import Played, settled_fleet
 from tests.orchestrator.fleet_records import fleet_record

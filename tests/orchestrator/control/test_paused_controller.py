@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.control.decisions.reconcile import DRAIN_GRACE_S, Fail, Stop, reconcile
+from orchestrator.control.decisions.replica_view import Observed, ReplicaView
 from orchestrator.control.decisions.rollout_step import ReplicaTarget
-from orchestrator.control.decisions.snapshot import Observed, ReplicaView
 from orchestrator.messages.replica_states import STARTING, State
 from orchestrator.process.awake_clock import AGAIN_S, BEAT_S, LATE_S, AwakeClock
 from placements.facts.core_range import CoreRange

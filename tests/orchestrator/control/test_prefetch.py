@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from orchestrator.cli.views import status_text
 from orchestrator.cluster.follower import progress
 from orchestrator.control.start_steps import PROCESS_S, RemainingTime, lead_of
-from orchestrator.messages.fleet_status import FetchProgress, ReplicaInFleet, fetch_text
+from orchestrator.messages.fleet_status import FetchProgress, ReplicaInFleet
 from tests.orchestrator.elsewhere import alone as alone
 from tests.orchestrator.fakefleet import STATUS, replica, status_of
 from tests.orchestrator.fakes import FakeCluster, Played, play, starting_fleet
@@ -502,10 +502,10 @@ def fetch(**changes: Any) -> FetchProgress:
 
 def test_a_fetch_is_described_with_the_known_figures() -> None:
     known = fetch(bytes=1_200_000_000, total=13_500_000_000, bytes_per_s=210_000_000, left_s=58.2)
-    assert fetch_text(known) == "fetching s3://models/one: 1.2 GB of 13.5 GB, 210.0 MB/s, 58 s left"
-    assert fetch_text(fetch(phase="listing")) == "listing s3://models/one"
+    assert known.text == "fetching s3://models/one: 1.2 GB of 13.5 GB, 210.0 MB/s, 58 s left"
+    assert fetch(phase="listing").text == "listing s3://models/one"
     away = fetch(phase="listing", trouble="no answer for 12 s (ConnectTimeoutError)")
-    assert fetch_text(away) == "listing s3://models/one: no answer for 12 s (ConnectTimeoutError)"
+    assert away.text == "listing s3://models/one: no answer for 12 s (ConnectTimeoutError)"
 
 
 def test_up_reports_a_fetch_by_phases_and_tenths() -> None:

@@ -16,9 +16,9 @@ import pytest
 
 from orchestrator.cli import cache as cache_commands
 from orchestrator.cli import main as cli
-from orchestrator.control.decisions.effects import CoreOwner
 from orchestrator.control.decisions.preparation import Preparation
-from orchestrator.control.decisions.snapshot import BREAKER_AFTER, BREAKER_PAUSE_S, FIRST_BACKOFF_S
+from orchestrator.control.decisions.replica_view import BREAKER_AFTER, BREAKER_PAUSE_S, FIRST_BACKOFF_S
+from orchestrator.control.effects import CoreOwner
 from orchestrator.control.host_watch import STALE_S
 from orchestrator.control.journal.journal import Journal
 from placements.spec.schema import HostsSpec, Spec

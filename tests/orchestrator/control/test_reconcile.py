@@ -18,8 +18,8 @@ from orchestrator.control.decisions.reconcile import (
     Stop,
     reconcile,
 )
+from orchestrator.control.decisions.replica_view import BREAKER_PAUSE_S, Observed, ReplicaView
 from orchestrator.control.decisions.rollout_step import ReplicaTarget
-from orchestrator.control.decisions.snapshot import BREAKER_PAUSE_S, Observed, ReplicaView
 from orchestrator.messages.replica_states import Signal, State, advance
 from placements.facts.core_range import CoreRange
 from placements.planner.plan import Placement

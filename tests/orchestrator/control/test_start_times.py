@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.control.decisions.snapshot import ReplicaView
+from orchestrator.control.decisions.replica_view import ReplicaView
 from orchestrator.control.journal.journal_records import ReadyStart
 from orchestrator.control.start_times import OLD_S, StartTimes, load_times, phases_again, ready_at
 from orchestrator.messages.replica_states import State

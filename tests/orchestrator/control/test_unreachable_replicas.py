@@ -16,7 +16,7 @@ import pytest
 from orchestrator.gateway.serving import replica_link_pool as links_of
 from orchestrator.gateway.serving.replica_link_pool import MAX_RECONNECT_S, LinkSettings, ReplicaLinks
 from orchestrator.gateway.telemetry.exposition import page
-from orchestrator.messages.gateway_calls import GATEWAY_LOST_S
+from orchestrator.messages.gateway_places import GATEWAY_LOST_S
 from orchestrator.messages.route_table import Route
 from orchestrator.process.home import LONGEST_SOCKET, SOCKET_BYTES, Home
 from orchestrator.scaling.demand_report import DemandReport

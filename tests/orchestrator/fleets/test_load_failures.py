@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from orchestrator.control.decisions.snapshot import BREAKER_AFTER, BREAKER_PAUSE_S, FIRST_BACKOFF_S
+from orchestrator.control.decisions.replica_view import BREAKER_AFTER, BREAKER_PAUSE_S, FIRST_BACKOFF_S
 from orchestrator.control.resolve.spec_file import examine, this_machine
 from placements.spec.problems import has_errors
 from tests.checkpoints import MAX_POSITIONS, make_checkpoint, save_tokenizer

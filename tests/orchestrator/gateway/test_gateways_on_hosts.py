@@ -15,7 +15,7 @@ from orchestrator.gateway.key_limits import KeyLimits
 from orchestrator.gateway.openai.errors import ApiError
 from orchestrator.gateway.received import ReceivedFiles
 from orchestrator.gateway.settings import GatewaySettings
-from orchestrator.messages.gateway_calls import KeyUsage
+from orchestrator.messages.key_usage import KeyUsage
 from orchestrator.messages.route_table import RouteTable
 from tests.fleet import until
 from tests.orchestrator.gateways import LiveGateway, routes

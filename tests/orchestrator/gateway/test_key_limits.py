@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from orchestrator.access.keys import Allowance, ApiKey, KeyFile, KeyRing
 from orchestrator.gateway.key_limits import Exceeded, KeyCounts, KeyLimits, reserve
 from orchestrator.gateway.openai.errors import ApiError
-from orchestrator.messages.gateway_calls import KeyUsageExchange
+from orchestrator.messages.key_usage import KeyUsageExchange
 from orchestrator.process.home import Home
 from tests.fleet import until
 from tests.orchestrator.encoded import EncoderReplica, HeldEncoder

@@ -248,3 +248,19 @@ async def test_a_request_without_a_slot_precedes_those_that_wait_for_one(monkeyp
     await asyncio.sleep(0)
 
     assert sent(written["m/0"])[:3] == ["a", "b", "b"]
+
+
+async def test_a_refused_request_is_retried_though_its_link_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same read holds a message that a replica does not send: the request that was refused did not cause it."""
+    first, second = Route("m/0", 1, "/none0"), Route("m/1", 1, "/none1")
+    queue, written = queue_with({first: 1, second: 1}, monkeypatch)
+    monkeypatch.setattr(queue.links._links[first], "close", lambda: None)
+    queue.submit(of("a"), IgnoringSink())
+    await asyncio.sleep(0)
+    assert sent(written["m/0"]) == ["a"]
+    refused = encode(Step([TokenEvent(id="a", token_ids=[], text="", finish=FinishReason.REFUSED)]))
+
+    queue.links._links[first].data_received(refused + encode(Hello("g", "t", 1)))
+    await asyncio.sleep(0)
+
+    assert sent(written["m/1"]) == ["a"]

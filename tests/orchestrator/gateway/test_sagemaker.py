@@ -23,7 +23,7 @@ from orchestrator.gateway.openai.answers import Choice
 from orchestrator.gateway.openapi import openapi
 from orchestrator.gateway.routes import CONTAINER_ROUTES, ROUTES
 from orchestrator.gateway.sagemaker import LoadedModel, LoadedModels
-from orchestrator.messages.gateway_calls import Hosting
+from orchestrator.messages.controller_replies import Hosting
 from orchestrator.process.home import Home
 from tests.fleet import until
 from tests.orchestrator.gateways import LiveGateway, routes

@@ -11,7 +11,7 @@ import pytest
 from botocore.exceptions import ClientError, EventStreamError, ParamValidationError  # type: ignore[import-untyped]
 
 from orchestrator.cli.serve_sagemaker import MAX_BODY_BYTES
-from orchestrator.messages.gateway_calls import Hosting
+from orchestrator.messages.controller_replies import Hosting
 from tests.fleet import until
 from tests.orchestrator.gateways import LiveGateway, routes
 from tests.sagemaker_runtime import ENDPOINT, MAX_PAYLOAD_BYTES, NO_ANSWER, SageMakerRuntime

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.control.decisions.relocation import find_relocation
+from orchestrator.control.decisions.replica_view import ReplicaView
 from orchestrator.control.decisions.rollout_step import DesiredModel, Situation, compute_goal
-from orchestrator.control.decisions.snapshot import ReplicaView
 from orchestrator.messages.replica_states import State
 from placements.facts.core_range import CoreRange
 from placements.facts.topology import TOPOLOGIES, Host

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from orchestrator.control.decisions.replica_view import ReplicaView
 from orchestrator.control.decisions.rollout_step import DesiredModel, Situation, compute_goal
-from orchestrator.control.decisions.snapshot import ReplicaView
 from orchestrator.control.decisions.update_strategy import UpdateStrategy, choose_strategy
 from orchestrator.messages.replica_states import State
 from placements.facts.core_range import CoreRange

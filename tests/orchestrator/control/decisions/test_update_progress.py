@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+from orchestrator.control.decisions.replica_view import ReplicaView
 from orchestrator.control.decisions.rollout_step import DesiredModel, Situation, compute_goal
-from orchestrator.control.decisions.snapshot import ReplicaView
 from orchestrator.messages.replica_states import State
 from placements.facts.core_range import CoreRange
 from placements.facts.topology import TOPOLOGIES, Host

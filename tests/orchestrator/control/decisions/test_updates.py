@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from orchestrator.api.schemas import OperationRefused
+from orchestrator.control.decisions.replica_view import ReplicaView
 from orchestrator.control.decisions.rollout_step import STEPS, DesiredModel, FormerVersion, StepCase, step
-from orchestrator.control.decisions.snapshot import ReplicaView
 from orchestrator.control.journal.journal import Journal, JournalUnwritable
 from orchestrator.messages.replica_states import ModelState, State
 from placements.spec.parse import parse

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from orchestrator.control.decisions.effects import Survivor
+from orchestrator.control.effects import Survivor
 from orchestrator.control.journal.journal import Journal
 from orchestrator.control.journal.journal_records import Pin, Revision
 from tests.orchestrator.control.test_prefetch import spec

@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from orchestrator.messages.gateway_calls import ClusterMachine, GatewayPlace
+from orchestrator.messages.gateway_places import ClusterMachine, GatewayPlace
 from placements.facts.topology import Host
 from workers.artifacts.fetch.artifact_fetcher import FetchedArtifact, WantedArtifact
 from workers.artifacts.fetch.progress import FetchStatus
@@ -76,11 +76,6 @@ class LogText(msgspec.Struct, frozen=True):
     text: str
     offset: int = 0  # of what follows, in bytes
     fault: Failure | None = None  # the known fault at the end of a dead process's log
-
-
-def actor_name(model: str, replica: int, epoch: int) -> str:
-    """Returns a name that is unique for each start, so that a dying actor is not mistaken for its successor."""
-    return f"{model}/{replica}.{epoch}"
 
 
 class ClusterClient(Protocol):

@@ -1,4 +1,4 @@
-"""A snapshot of the fleet at one time, from which the controller decides."""
+"""The controller's view of one replica, and of all replicas at one time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
 
-from orchestrator.control.decisions.effects import actor_name
 from orchestrator.messages.replica_states import AHEAD, State
 from orchestrator.process.awake_clock import AGAIN_S
 from placements.facts.core_range import CoreRange
@@ -21,6 +20,11 @@ SETTLED_S = 60.0  # a replica that dies sooner after readiness counts as failed 
 LOOKING_S = 600.0  # deadline of the checks before a process starts: on a small host they queue
 BREAKER_AFTER = 6  # failed starts in a row, after 31 s of pauses; further retries are rare
 BREAKER_PAUSE_S = 600.0
+
+
+def actor_name(model: str, replica: int, epoch: int) -> str:
+    """Returns a name that is unique for each start, so that a dying actor is not mistaken for its successor."""
+    return f"{model}/{replica}.{epoch}"
 
 
 def backoff_s(failures: int) -> float:
