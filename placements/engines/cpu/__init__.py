@@ -1,0 +1,1 @@
+"""corewright's own engine on the host's CPUs."""

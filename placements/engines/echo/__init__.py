@@ -1,0 +1,1 @@
+"""An engine that repeats its prompt, for tests of everything around engines."""

@@ -1,0 +1,1 @@
+"""NxD Inference, AWS's library for generation on NeuronX Distributed."""

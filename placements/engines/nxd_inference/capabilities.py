@@ -1,0 +1,14 @@
+"""What the engine ``nxd-inference`` can do."""
+
+from __future__ import annotations
+
+from placements.engines.capabilities import NEURON_INDEX, Capabilities
+
+CAPABILITIES = Capabilities(
+    engine="nxd-inference",
+    runs_on="neuron",
+    package="neuronx_distributed_inference",
+    requires=("neuronx-distributed-inference",),
+    install="AWS's Deep Learning AMI Neuron has it under /opt/aws_neuronx_venv_pytorch_*_nxd_inference; "
+    f"else pip install neuronx-distributed-inference {NEURON_INDEX}",
+)

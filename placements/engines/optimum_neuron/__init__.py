@@ -1,0 +1,1 @@
+"""Optimum Neuron, Hugging Face's library for Neuron devices."""

@@ -1,0 +1,1 @@
+"""Any server of OpenAI's API, by its command."""

@@ -1,0 +1,1 @@
+"""Encoders that torch-neuronx traces for NeuronCores."""

@@ -1,0 +1,1 @@
+"""transformers-neuronx, AWS's first library for generation on NeuronCores."""

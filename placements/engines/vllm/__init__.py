@@ -1,0 +1,1 @@
+"""vLLM's own server, with AWS's plugin on NeuronCores."""
