@@ -371,6 +371,18 @@ def test_torch_is_named_in_few_places_and_never_loaded_by_an_import() -> None:
         assert imports(path, anywhere=False) & (HEAVY | NEURON) == set(), name
 
 
+def test_files_are_locked_in_one_module() -> None:
+    """It knows when a lock is released, and what a removed lock file means."""
+    names = {"flock", "lockf", "LOCK_EX", "LOCK_SH"}
+    locking = [
+        str(path.relative_to(ROOT))
+        for package in PACKAGES
+        for path in sources(package)
+        if any(isinstance(node, ast.Attribute) and node.attr in names for node in ast.walk(tree_of(path)))
+    ]
+    assert locking == ["workers/host/file_lock.py"]
+
+
 # Boundaries of tasks, where any error is logged and becomes a response, a failure or an event. Elsewhere a handler
 # names the exceptions that it expects, raises again, or uses `workers.host.task_boundary`.
 BOUNDARIES = (

@@ -4,6 +4,9 @@ A start that takes over a worker which runs nothing yet takes 0.15 s until its a
 which Ray starts a process (measured with Ray 2.60). Ray takes a worker over for an actor of the same job and runtime
 environment if it has run nothing before. Those of a job whose driver has ended do not stay, so there are none on a
 joined cluster.
+
+The request for a worker is an internal call of Ray, which another version may not have. Ray then runs the command of a
+warm process, or a fresh Python, at the time of the start.
 """
 
 from __future__ import annotations
@@ -15,16 +18,10 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import grpc
 import psutil
 import ray
 from google.protobuf import json_format
-from ray._common.network_utils import build_address
-from ray._private.grpc_utils import init_grpc_channel
-from ray._private.utils import get_runtime_env_info
-from ray.core.generated.common_pb2 import Language
-from ray.core.generated.node_manager_pb2 import PrestartWorkersRequest
-from ray.core.generated.node_manager_pb2_grpc import NodeManagerServiceStub
-from ray.runtime_env import RuntimeEnv
 
 from workers.host.host_facts import NODE_VARIABLE
 from workers.host.task_boundary import task_boundary
@@ -60,6 +57,10 @@ KEPT_S = 24 * 3600  # then Ray may end an idle worker; another one is requested
 REQUEST_S = 5.0
 
 
+class NotInThisRay(Exception):
+    """This version of Ray has no request for an idle worker, or another one than `prestart` makes."""
+
+
 class SpareWorkers:
     """Those of one Ray node, looked after by a thread."""
 
@@ -69,16 +70,17 @@ class SpareWorkers:
         self._warm = warm
         self._requested: dict[int, float] = {}  # until when one may be starting, by the pid of its warm process
         self._job, self._variables = "", dict[str, str]()
+        self._can_request = True
         self._thread = threading.Thread(target=self._run, name="spare workers", daemon=True)
 
     def keep(self, job: str, variables: dict[str, str]) -> None:
         """Keeps them for actors of this job with these variables in their runtime environments."""
         self._job, self._variables = job, variables
-        if not self._thread.is_alive():
+        if self._thread.ident is None:
             self._thread.start()
 
     def _run(self) -> None:
-        while True:
+        while self._can_request:
             with task_boundary(log, "no worker of Ray is kept for the next start"):
                 self._look()
             time.sleep(LOOK_S)
@@ -90,7 +92,14 @@ class SpareWorkers:
                 self._requested.pop(pid, None)
             elif now >= self._requested.get(pid, now):
                 self._requested[pid] = now + START_S
-                prestart(self._job, {"env_vars": self._variables, "py_executable": command})
+                try:
+                    prestart(self._job, {"env_vars": self._variables, "py_executable": command})
+                except NotInThisRay as error:
+                    self._can_request = False
+                    log.warning(
+                        "Ray %s keeps no worker for the next start, which forks one: %s", ray.__version__, error
+                    )
+                    return
 
 
 def has_spare(pid: int) -> bool:
@@ -109,16 +118,33 @@ def _title(process: psutil.Process) -> list[str]:
 
 
 def prestart(job: str, runtime_env: dict[str, Any]) -> None:
-    """Has Ray start an idle worker on this node for actors of a job with this runtime environment. Raises
-    grpc.RpcError."""
+    """Has Ray start an idle worker on this node for actors of a job with this runtime environment. Raises NotInThisRay,
+    and grpc.RpcError if this node does not answer."""
     id = ray.get_runtime_context().get_node_id()
     (node,) = (node for node in ray.nodes() if node["NodeID"] == id)
+    try:
+        _request_worker(node["NodeManagerAddress"], node["NodeManagerPort"], job, runtime_env)
+    except (ImportError, AttributeError, LookupError, TypeError, ValueError, json_format.ParseError) as error:
+        raise NotInThisRay(f"{type(error).__name__}: {error}") from error
+    except grpc.RpcError as error:
+        if error.code() != grpc.StatusCode.UNIMPLEMENTED:
+            raise
+        raise NotInThisRay(error.details()) from error
+
+
+def _request_worker(address: str, port: int, job: str, runtime_env: dict[str, Any]) -> None:
+    """Raises what the lack of an internal module, function, field or call of Ray raises."""
+    from ray._common.network_utils import build_address
+    from ray._private.grpc_utils import init_grpc_channel
+    from ray._private.utils import get_runtime_env_info
+    from ray.core.generated.common_pb2 import Language
+    from ray.core.generated.node_manager_pb2 import PrestartWorkersRequest
+    from ray.core.generated.node_manager_pb2_grpc import NodeManagerServiceStub
+    from ray.runtime_env import RuntimeEnv
+
     request = PrestartWorkersRequest(
-        language=Language.PYTHON,
-        job_id=bytes.fromhex(job),
-        keep_alive_duration_secs=KEPT_S,
-        num_workers=1,
+        language=Language.PYTHON, job_id=bytes.fromhex(job), keep_alive_duration_secs=KEPT_S, num_workers=1
     )
     json_format.Parse(get_runtime_env_info(RuntimeEnv(**runtime_env), serialize=True), request.runtime_env_info)
-    with init_grpc_channel(build_address(node["NodeManagerAddress"], node["NodeManagerPort"])) as channel:
+    with init_grpc_channel(build_address(address, port)) as channel:
         NodeManagerServiceStub(channel).PrestartWorkers(request, timeout=REQUEST_S)

@@ -18,7 +18,7 @@ import psutil
 
 from workers.host.lifetime import is_alive as is_alive
 from workers.host.lifetime import process_start as process_start
-from workers.host.process_tree import end_marked
+from workers.host.process_tree import end_marked, exists
 
 MOST_IDS = 2**14  # more CPUs than any machine has; limits the memory that an invalid list can take
 _PART = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?")
@@ -152,16 +152,9 @@ def confirm_death(pid: int, started: float, deadline_s: float) -> bool:
     for victim in processes:  # the root first, since it could start others
         with contextlib.suppress(psutil.Error):
             victim.kill()
-    while any(map(_lives, processes)) and time.monotonic() < deadline:  # a zombie counts as dead
+    while any(map(exists, processes)) and time.monotonic() < deadline:
         time.sleep(LOOK_S)
-    return end_marked(pid, started, max(0.0, deadline - time.monotonic())) and not any(map(_lives, processes))
-
-
-def _lives(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+    return end_marked(pid, started, max(0.0, deadline - time.monotonic())) and not any(map(exists, processes))
 
 
 def node_mark(fleet: str, machine: str, node: str) -> str:

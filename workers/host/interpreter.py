@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import subprocess
 import sys
 import threading
 import time
@@ -21,7 +20,7 @@ import msgspec
 
 from placements.facts import engines
 from placements.facts.vllm import RELEASES, VllmNeuron, version_of
-from workers.host.facts.tools import end_group
+from workers.host.facts.tools import last_line, run
 from workers.messages.actor_message import actor_message
 from workers.messages.status import Failure
 
@@ -120,28 +119,18 @@ def probe(python: str, timeout_s: float = PROBE_S) -> Interpreter:
     if not Path(python).is_file():
         return Interpreter(python=python, trouble="missing", error=f"{python} does not exist, or is not a file")
     try:
-        process = subprocess.Popen(
-            [python, "-c", _PROBE % (FOLDERS, _PROBED)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            cwd="/",  # in the fleet's folder it would find packages that are not installed
-            start_new_session=True,
-        )
+        # "/", since in the fleet's folder it would find packages that are not installed
+        ended = run([python, "-c", _PROBE % (FOLDERS, _PROBED)], timeout_s, folder="/")
     except OSError as error:
         return Interpreter(python=python, trouble="no-python", error=f"{python} cannot be run: {error.strerror}")
-    try:
-        output, errors = process.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
+    if ended.code is None:
         return Interpreter(python=python, trouble="hangs", error=f"{python} did not answer within {timeout_s:g} s")
-    finally:
-        end_group(process)
     with contextlib.suppress(ValueError, IndexError, msgspec.ValidationError):
-        if process.returncode == 0:
-            return msgspec.convert({**json.loads(output.splitlines()[-1]), "python": python}, Interpreter)
-    lines = errors.decode(errors="replace").strip().splitlines()
-    message = lines[-1] if lines and "importlib" not in lines[-1] else f"it exited with code {process.returncode}"
-    return Interpreter(python=python, trouble="no-python", error=f"{python} is not a working Python 3: {message[:200]}")
+        if ended.code == 0:
+            return msgspec.convert({**json.loads(ended.stdout.splitlines()[-1]), "python": python}, Interpreter)
+    line = last_line(ended.stderr)
+    message = line if line and "importlib" not in line else f"it exited with code {ended.code}"
+    return Interpreter(python=python, trouble="no-python", error=f"{python} is not a working Python 3: {message}")
 
 
 class Interpreters:

@@ -1,7 +1,13 @@
 """Runs a child process that takes one request and replies with JSON lines: the parent's and the child's side.
 
 The child reads the request from standard input. Standard output is reserved for replies; output of libraries goes to
-standard error, which is its log.
+standard error, which is its log. Checks, predictions, compilations and `corewright generate` run so, and the compilers
+of engines take the same request.
+
+Three kinds of children differ, and have modules of their own. A Neuron tool, or an interpreter that is probed, takes no
+request and may be any program: `facts/tools.py` runs it to its end. A tokenizer's processes are forks of forks that
+answer many calls, each with a limit of CPU time (`workers/text/tokenizer_pool.py`). A server may leave processes
+behind, so a keeper counts them until the last one has ended (`workers/servers/keeper.py`).
 """
 
 from __future__ import annotations

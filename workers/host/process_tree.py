@@ -79,7 +79,7 @@ def end_marked(pid: int, started: float, deadline_s: float) -> bool:
     begun, known = time.monotonic(), dict[psutil.Process, float]()
     while True:
         known |= dict(marked(pid, started))  # a dying one has no mark any more, but may still have its files open
-        known = {process: grace_s for process, grace_s in known.items() if _exists(process)}
+        known = {process: grace_s for process, grace_s in known.items() if exists(process)}
         if not known:
             return True
         waited_s = time.monotonic() - begun
@@ -92,8 +92,8 @@ def end_marked(pid: int, started: float, deadline_s: float) -> bool:
         time.sleep(LOOK_S)
 
 
-def _exists(process: psutil.Process) -> bool:
-    """Returns whether a process has not ended, with all its threads."""
+def exists(process: psutil.Process) -> bool:
+    """Returns whether a process has not ended, with all its threads; a zombie has."""
     try:
         return process.is_running() and (process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1)
     except psutil.NoSuchProcess:
@@ -111,7 +111,7 @@ def marked(pid: int, started: float) -> list[tuple[psutil.Process, float]]:
             if root != str(pid) or other in (pid, os.getpid()):
                 continue
             began, _, grace_s = rest.partition("+")
-            if abs(float(began) - started) < SLACK_S and _exists(process):
+            if abs(float(began) - started) < SLACK_S and exists(process):
                 processes.append((process, float(grace_s or 0.0)))
     return processes
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
 import shlex
-import signal
 import socket
 import subprocess
 import sys
@@ -21,7 +19,7 @@ from types import MappingProxyType
 from workers.host import fork_client
 from workers.host.fork_server import ENVIRONMENT, IMPORTS, LEAST_BYTES, refusal
 from workers.host.host_facts import available_memory
-from workers.host.lifetime import is_alive, is_stopped, process_start
+from workers.host.lifetime import Process, end_process, is_alive, is_stopped, pid_space, process_start
 
 log = logging.getLogger(__name__)
 
@@ -54,12 +52,9 @@ class WarmProcess:
     def end(self) -> None:
         """Its forks continue."""
         self.path.unlink(missing_ok=True)
+        end_process(Process(self.pid, self.born, pid_space()))
         if self.child is not None:
-            self.child.kill()
             self.child.communicate()
-        elif is_alive(self.pid, self.born):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
 
 
 class WarmProcesses:

@@ -31,6 +31,7 @@ from typing import Any, NoReturn, cast
 import msgspec
 
 from workers.host.json_process import environment
+from workers.host.lifetime import is_stopped
 from workers.messages.encoder_protocol import EncodeInput
 from workers.messages.engine_protocol import EngineLoadError
 from workers.text.input_tokens import InputTexts
@@ -425,10 +426,8 @@ class _Process:
 
     def _check(self, until: float) -> None:
         """Raises _Frozen if the process is stopped, _Late after ``until``; it is killed then."""
-        with contextlib.suppress(OSError, IndexError):
-            state = Path(f"/proc/{self._pid}/stat").read_bytes().rpartition(b") ")[2][:1]
-            if state in (b"T", b"t"):
-                raise _Frozen("the process is stopped")
+        if is_stopped(self._pid):
+            raise _Frozen("the process is stopped")
         if time.monotonic() > until:
             raise _Late("the machine is busy")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -29,6 +30,26 @@ models:
   sleeper: {{source: {TINY}, replicas: {{min: 0, max: 1}}, scaling: {{idle_s: 1}}}}
 """
 BACK_S = 60.0
+OLDER_RAY = """\
+import sys
+from importlib.machinery import PathFinder
+
+class WithoutTheMessage:
+    def find_spec(self, name, path=None, target=None):
+        if name != "ray.core.generated.node_manager_pb2":
+            return None
+        spec = PathFinder.find_spec(name, path)
+        execute = spec.loader.exec_module
+
+        def exec_module(module):
+            execute(module)
+            del module.PrestartWorkersRequest
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+sys.meta_path.insert(0, WithoutTheMessage())
+"""
 
 pytestmark = pytest.mark.live
 
@@ -143,6 +164,22 @@ def test_without_a_warm_process_replicas_start_as_fresh_ones(fleet: LiveFleet) -
     assert text(fleet, "first")
     assert text(fleet, "second") == answer
     assert psutil.Process(psutil.Process(fleet.replica("second/0")["pid"]).ppid()).name() == "raylet"
+
+
+def test_where_ray_cannot_be_asked_for_a_worker_replicas_are_forks_of_their_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where its version lacks the internal call: no process of this fleet finds the message of it."""
+    (tmp_path / "sitecustomize.py").write_text(OLDER_RAY)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH")))))
+    with LiveFleet(SPEC) as lacking:
+        lacking.wait_ready()
+        answer = text(lacking, "first")
+        kill(lacking, "first/0")
+
+        assert is_fork(lacking, "first/0")
+        assert text(lacking, "first") == answer
+        assert spares(warm_pid(lacking)) == []
 
 
 def test_the_end_of_the_fleet_leaves_no_process(fleet: LiveFleet) -> None:

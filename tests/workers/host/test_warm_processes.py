@@ -425,10 +425,15 @@ def test_a_warm_process_that_ends_by_itself_is_not_started_again_at_once(
 
 def test_a_warm_process_ends_once_no_engine_is_to_have_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And its socket with it."""
-    monkeypatch.setattr("workers.host.warm_processes.PROGRAM", "import time; time.sleep(600)")
+    program = "import time; time.sleep(600)"
+    monkeypatch.setattr("workers.host.warm_processes.PROGRAM", program)
     warm = WarmProcesses(tmp_path)
     warm.keep({"cpu": None})
-    ran = [process for process in psutil.Process().children() if "time.sleep(600)" in process.cmdline()[-3]]
+
+    def shown() -> list[psutil.Process]:  # Linux shows the command of a new process only after a while
+        return [process for process in psutil.Process().children() if program in process.cmdline()]
+
+    ran = until(shown, DEADLINE_S, "the process")
     sockets = [*tmp_path.iterdir()]
     warm.keep({})
 

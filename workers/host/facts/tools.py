@@ -1,4 +1,4 @@
-"""Runs the tools of a host within deadlines, and reads the versions of its Neuron software."""
+"""Runs other programs of a host within deadlines, and reads the versions of its Neuron software."""
 
 from __future__ import annotations
 
@@ -29,42 +29,62 @@ class Output:
     problem: str | None  # why the output is incomplete; None: success
 
 
+@dataclass(frozen=True)
+class ProgramResult:
+    """The output of a program that has exited, or that was killed: then it has no ``code``."""
+
+    stdout: bytes
+    stderr: bytes  # its end
+    code: int | None
+
+
 def find_tool(name: str, folder: str = NEURON_TOOLS) -> str | None:
     """Returns the path of a tool, in AWS's folder, else on PATH; None: not installed."""
     return shutil.which(name, path=folder) or shutil.which(name)
 
 
-def run_tool(argv: Sequence[str], deadline_s: float, enough: Callable[[bytes], bool] = lambda stdout: False) -> Output:
-    """Runs a tool until it exits, or until ``enough`` returns True for its standard output. Never raises.
+def _never(stdout: bytes) -> bool:
+    return False
+
+
+def run_tool(argv: Sequence[str], deadline_s: float, enough: Callable[[bytes], bool] = _never) -> Output:
+    """Runs a tool as `run` does. Never raises."""
+    name, by_hand = Path(argv[0]).name, f"; run `{' '.join(argv)}` by hand"
+    try:
+        ended = run(argv, deadline_s, enough)
+    except (OSError, ValueError) as error:
+        return Output(b"", f"{name}: cannot be started: {error}{by_hand}")
+    if ended.code == 0 or (ended.code is None and enough(ended.stdout)):
+        return Output(ended.stdout, None)
+    message = last_line(ended.stderr) or last_line(ended.stdout[-1000:])
+    message = f": {message}" if message else ""
+    fact = f"no complete output within {deadline_s:g} s" if ended.code is None else f"exited with code {ended.code}"
+    return Output(ended.stdout, f"{name}: {fact}{message}{by_hand}")
+
+
+def run(
+    argv: Sequence[str], deadline_s: float, enough: Callable[[bytes], bool] = _never, folder: str | None = None
+) -> ProgramResult:
+    """Runs a program in ``folder`` until it exits, or until ``enough`` returns True for its standard output. Raises
+    OSError and ValueError if it cannot be started.
 
     Kills it with its children at the deadline. A process that hangs in the kernel survives that; it is left behind,
     since waiting for it would block the caller, too.
     """
-    name = Path(argv[0]).name
-    try:
-        process = subprocess.Popen(
-            argv,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
-    except (OSError, ValueError) as error:
-        return Output(b"", f"{name}: cannot be started: {error}; run `{' '.join(argv)}` by hand")
+    process = subprocess.Popen(
+        argv,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=folder,
+        start_new_session=True,
+    )
     until = time.monotonic() + deadline_s
     try:
-        stdout, stderr, ended = _read(process, until, enough)
-        code = _wait(process, until) if ended else None
+        stdout, stderr, closed = _read(process, until, enough)
+        return ProgramResult(stdout, stderr, _wait(process, until) if closed else None)
     finally:
-        end_group(process)
-    by_hand = f"; run `{' '.join(argv)}` by hand"
-    message = _last_line(stderr) or ("" if code == 0 else _last_line(stdout[-1000:]))
-    message = f": {message}" if message else ""
-    if code == 0 or (not ended and enough(stdout)):
-        return Output(stdout, None)
-    if code is not None:
-        return Output(stdout, f"{name}: exited with code {code}{message}{by_hand}")
-    return Output(stdout, f"{name}: no complete output within {deadline_s:g} s{message}{by_hand}")
+        _end_group(process)
 
 
 def _read(process: subprocess.Popen[bytes], until: float, enough: Callable[[bytes], bool]) -> tuple[bytes, bytes, bool]:
@@ -99,7 +119,7 @@ def _wait(process: subprocess.Popen[bytes], until: float) -> int | None:
         return None
 
 
-def end_group(process: subprocess.Popen[bytes]) -> None:
+def _end_group(process: subprocess.Popen[bytes]) -> None:
     """Kills a process that leads its own session, with its children, and closes its pipes."""
     if process.poll() is None:
         with contextlib.suppress(OSError):
@@ -111,7 +131,8 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
             pipe.close()
 
 
-def _last_line(text: bytes) -> str:
+def last_line(text: bytes) -> str:
+    """Returns the last line of an output, at most 200 characters."""
     lines = text.decode(errors="replace").strip().splitlines()
     return lines[-1].strip()[:200] if lines else ""
 
