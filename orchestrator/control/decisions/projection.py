@@ -1,6 +1,7 @@
 """Follows a decision to the end of its rollout: which replicas start, stop, restart and move. Pure.
 
-Every start succeeds, replicas that start together become ready together, and the load stays as it is.
+Every start succeeds and takes as long as the last one of its model, stops take no time, preparations little, and
+the load stays as it is.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from orchestrator.messages.replica_states import LEAVING, STARTING, State
 from placements.facts.topology import Host
 from placements.planner.plan import Move, Plan, Running
 
-MAX_DECISIONS = 64
+PREPARATION_S = 1.0
+UNKNOWN_LOAD_S = 60.0  # of a model that was never ready
+MAX_DECISIONS = 128
 """The most decisions that are followed, about one for each replica of an update. Old replicas that then remain count as
 restarted on their cores."""
 
@@ -88,11 +91,12 @@ def project(decision: FleetDecision) -> Projection:
 
     1. Replicas that the decision does not plan stop, and those that it plans start, with a decision before those that
        have to wait. The end, if no later decision can differ.
-    2. The hosts of awaited replicas are prepared; if none is awaited, the replicas that have started become ready.
+    2. The hosts of awaited replicas are prepared; if none is awaited, the next replicas that have started become ready.
     3. If neither happens, time passes: a relocation ends, and another one may begin. The end, if nothing waits for it.
     4. The next decision: from 1.
     """
     before = decision.after.situation.views
+    now, ready_at = 0.0, dict[tuple[str, int], float]()
     first_epoch = 1 + max((view.epoch for view in before), default=0)
     for epoch in range(first_epoch, first_epoch + MAX_DECISIONS):
         running = decision.after.situation.views
@@ -100,10 +104,18 @@ def project(decision: FleetDecision) -> Projection:
         after = _with_views(decision.after, views)
         if not waits and _is_last(decision):
             return Projection(before, after, decision)
+        starting = [view for view in views if view.state in STARTING]
+        for view in starting:
+            load_s = after.situation.load_s(view.model)
+            ready_at.setdefault((view.id, view.epoch), now + (UNKNOWN_LOAD_S if load_s is None else load_s))
         if not waits and decision.upcoming:  # 2
+            now += PREPARATION_S
             after = replace(after, preparations=_prepared(decision))
-        elif not waits and any(view.state in STARTING for view in views):
-            after = _with_views(after, tuple(_ready(view) for view in views))
+        elif not waits and starting:
+            now = max(now, min(ready_at[view.id, view.epoch] for view in starting))
+            ready = {view.id for view in starting if ready_at[view.id, view.epoch] <= now}
+            views = tuple(replace(view, state=State.READY) if view.id in ready else view for view in views)
+            after = _with_views(after, views)
         elif views == running:
             moving = after.memory.relocation is not None
             if not moving and (after.may_relocate or not decision.goal.plan.unplaced):
@@ -165,10 +177,6 @@ def _restarted(decision: FleetDecision, epoch: int) -> tuple[FleetSnapshot, Flee
 
 def _with_views(snapshot: FleetSnapshot, views: tuple[ReplicaView, ...]) -> FleetSnapshot:
     return replace(snapshot, situation=replace(snapshot.situation, views=views))
-
-
-def _ready(view: ReplicaView) -> ReplicaView:
-    return replace(view, state=State.READY) if view.state in STARTING else view
 
 
 def _prepared(decision: FleetDecision) -> Mapping[Key, Preparation]:

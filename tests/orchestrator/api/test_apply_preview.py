@@ -1,6 +1,6 @@
 """The preview of an apply has exactly the replicas that the apply then starts, stops, restarts and moves.
 
-On a fake cluster in virtual time, on which every start succeeds and takes equally long.
+On a fake cluster in virtual time, on which every start succeeds, and takes equally long for all replicas of a model.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.searches import search
 from tests.stubs import stub_checkpoint
 
 CHECK_S = 1.0  # of a host before an old replica stops there
-LOAD_S = 7.0
+LOAD_S = {"a": 7.0, "b": 7.0, "c": 17.0, "new": 60.0, "m": 7.0}
 QUIET_S = 100.0  # longer than between two relocations
 HOST = "inf2.24xlarge/0"
 SCALED = {"ScaledUp", "ScaledDown", "ScaledToZero", "Woken"}
@@ -60,7 +60,7 @@ async def at_rest(fleet: Played) -> None:
 async def fleet_with_gateway(home: Path, text: str) -> AsyncIterator[Played]:
     """A fleet at rest whose gateway reports that no request arrives."""
     cluster = FakeCluster()
-    cluster.load_s, cluster.check_s = LOAD_S, CHECK_S
+    cluster.loads_s, cluster.check_s = LOAD_S, CHECK_S
     async with Played(home, cluster, text, tick_s=30.0) as fleet:
 
         async def report() -> None:
@@ -77,11 +77,9 @@ async def fleet_with_gateway(home: Path, text: str) -> AsyncIterator[Played]:
         assert cluster.violations == []
 
 
-async def check_preview(fleet: Played, text: str) -> dict[str, str]:
-    """Previews and applies a spec: what then happens is what the preview has. Returns its changes.
-
-    The autoscaler changes no number meanwhile.
-    """
+async def check_preview(fleet: Played, text: str) -> dict[str, str] | None:
+    """Previews and applies a spec: what then happens is what the preview has. Returns its changes; None if the
+    autoscaler has changed a number meanwhile."""
     before, starts, events = running(fleet), len(fleet.cluster.started), len(fleet.happened())
     preview = await fleet.operator.propose(text, "spec.yaml", str(fleet.home))
     changes = {change["replica"]: change["change"] for change in preview["changes"]}
@@ -91,7 +89,8 @@ async def check_preview(fleet: Played, text: str) -> dict[str, str]:
     applied = (await fleet.apply(text, check_index=preview["index"]))["plan"]
     wanted = {model.name: model.wanted for model in fleet.controller.status().models}
     await at_rest(fleet)
-    assume(SCALED.isdisjoint(fleet.happened()[events:]))
+    if not SCALED.isdisjoint(fleet.happened()[events:]):
+        return None
     after = running(fleet)
     assert changes == changed(before, after)
     assert places == {id: place for id, (_, place) in after.items()}
@@ -262,7 +261,7 @@ def test_any_apply_does_what_its_preview_shows(texts: tuple[str, str], first: Op
             if first is not None:
                 await first(fleet)
                 await at_rest(fleet)
-            await check_preview(fleet, texts[1])
+            assume(await check_preview(fleet, texts[1]) is not None)
 
     with tempfile.TemporaryDirectory() as home:
         try:
