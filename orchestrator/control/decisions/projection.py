@@ -108,9 +108,11 @@ def project(decision: FleetDecision) -> Projection:
         for view in starting:
             load_s = after.situation.load_s(view.model)
             ready_at.setdefault((view.id, view.epoch), now + (UNKNOWN_LOAD_S if load_s is None else load_s))
-        if not waits and decision.upcoming:  # 2
+        begun = {view.id for view in starting if view.epoch == epoch}
+        awaited = [target for target in decision.upcoming if target.id not in begun]
+        if not waits and awaited:  # 2
             now += PREPARATION_S
-            after = replace(after, preparations=_prepared(decision))
+            after = replace(after, preparations=_prepared(awaited, after.preparations))
         elif not waits and starting:
             now = max(now, min(ready_at[view.id, view.epoch] for view in starting))
             ready = {view.id for view in starting if ready_at[view.id, view.epoch] <= now}
@@ -179,10 +181,9 @@ def _with_views(snapshot: FleetSnapshot, views: tuple[ReplicaView, ...]) -> Flee
     return replace(snapshot, situation=replace(snapshot.situation, views=views))
 
 
-def _prepared(decision: FleetDecision) -> Mapping[Key, Preparation]:
-    """Returns the preparations once those are done that the decision waits for."""
-    known = decision.after.preparations
-    done = (replace(preparation_of(target, known), done=True) for target in decision.upcoming)
+def _prepared(awaited: Iterable[ReplicaTarget], known: Mapping[Key, Preparation]) -> Mapping[Key, Preparation]:
+    """Returns the preparations once those of the awaited replicas are done, too."""
+    done = (replace(preparation_of(target, known), done=True) for target in awaited)
     return {**known, **{preparation.key: preparation for preparation in done}}
 
 
