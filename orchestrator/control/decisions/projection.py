@@ -1,13 +1,14 @@
 """Follows a decision to the end of its rollout: which replicas start, stop, restart and move. Pure.
 
-Every start succeeds and takes as long as the last one of its model, stops take no time, preparations little, and
-the load stays as it is.
+Every start succeeds and takes as long as the last one of its model, stops take no time, preparations little, and the
+load stays as it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 from orchestrator.control.decisions.decide import FleetDecision, FleetSnapshot, decide
@@ -20,7 +21,7 @@ from orchestrator.messages.replica_states import LEAVING, STARTING, State
 from placements.facts.topology import Host
 from placements.planner.plan import Move, Plan, Running
 
-PREPARATION_S = 1.0
+PREPARATION_S = 1.0  # less than a start, and more than a stop
 UNKNOWN_LOAD_S = 60.0  # of a model that was never ready
 MAX_DECISIONS = 128
 """The most decisions that are followed, about one for each replica of an update. Old replicas that then remain count as
@@ -39,7 +40,7 @@ class Projection:
     def situation(self) -> Situation:
         return self.after.situation
 
-    @property
+    @cached_property
     def plan(self) -> Plan:
         """The plan of the end, with the old replicas that stay, and with the moves since the beginning."""
         situation, planned = self.situation, self.last.goal.plan
@@ -64,7 +65,7 @@ class Projection:
         """An entry for each replica that starts, stops, moves, or restarts on the same cores."""
         return [{"replica": id, "change": change} for id, change in self._changes.items()]
 
-    @property
+    @cached_property
     def _changes(self) -> dict[str, Literal["start", "stop", "move", "restart"]]:
         before = {view.id: view for view in self.before if view.state not in LEAVING}
         changes: dict[str, Literal["start", "stop", "move", "restart"]] = {}
