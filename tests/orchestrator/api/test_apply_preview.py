@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import tempfile
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import dataclass
@@ -208,6 +209,7 @@ def test_an_apply_does_what_its_preview_shows(kind: Kind, tmp_path: Path) -> Non
     virtually(story)
 
 
+NUMBERS = ["1", "2", "3", "{min: 0, max: 3}", "{min: 1, max: 3}", "{min: 2, max: 3}"]
 STRATEGIES = ["auto", "surge", "in_place", "hold"]
 OPERATIONS: list[Operation | None] = [
     None,
@@ -223,7 +225,7 @@ OPERATIONS: list[Operation | None] = [
 def models(draw: st.DrawFn) -> str:
     """The fields of a model."""
     degree = draw(st.sampled_from([1, 1, 2, 2, 4, 8]))
-    replicas = draw(st.sampled_from(["1", "2", "3", "{min: 0, max: 3}", "{min: 1, max: 3}", "{min: 2, max: 3}"]))
+    replicas = draw(st.sampled_from(NUMBERS))
     strategy, priority = draw(st.sampled_from(STRATEGIES)), draw(st.sampled_from([0, 0, 1]))
     fields = f"tp_degree: {degree}, replicas: {replicas}, priority: {priority}, update: {{strategy: {strategy}}}"
     first = degree * draw(st.integers(0, 12 // degree - 1))
@@ -238,9 +240,13 @@ def changes_of_specs(draw: st.DrawFn) -> tuple[str, str]:
     before = {name: draw(models()) for name in "abc"[: draw(st.integers(1, 3))]}
     after = dict(before)
     for name, fields in before.items():
-        change = draw(st.sampled_from(["same", "same", "version", "version", "version", "other", "removed"]))
+        change = draw(
+            st.sampled_from(["same", "version", "version", "version", "number", "number", "other", "removed"])
+        )
         if change == "version":
             after[name] = fields.replace("max_batch: ", "max_batch: 1")
+        elif change == "number":
+            after[name] = re.sub(r"replicas: (\d|{.*?})", f"replicas: {draw(st.sampled_from(NUMBERS))}", fields)
         elif change == "other":
             after[name] = draw(models())
         elif change == "removed":
