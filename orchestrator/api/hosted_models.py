@@ -146,7 +146,7 @@ class HostedModels:
     async def _missing(self, added: str, spec_file: SpecFile, revision: ResolvedRevision) -> str:
         """Returns what the fleet's hosts lack now for the model that is added, or for another one because of it."""
         before = {missing.model for missing in self._state.goal.plan.unplaced}
-        plan = (await outlook_of(self._fleet, spec_file, revision)).settled.plan
+        plan = (await outlook_of(self._fleet, spec_file, revision)).decision.goal.plan
         return "; ".join(
             problem.what
             for missing in plan.unplaced

@@ -30,18 +30,17 @@ from orchestrator.api.schemas import (
     ModelExplanation,
     OperationRefused,
     PlannedModel,
-    PlannedUpdate,
-    ReplicaChange,
     SpecText,
     SpecToExplain,
     SpecToPlan,
 )
-from orchestrator.control.decisions.changes import Action, ModelChange, Tag, difference, replica_changes
+from orchestrator.control.decisions.changes import Action, ModelChange, Tag, difference
 from orchestrator.control.decisions.decide import FleetDecision, FleetSnapshot, decide
-from orchestrator.control.decisions.host_demand import HostDemand, refusal, without_host
+from orchestrator.control.decisions.host_demand import HostDemand, drained, refusal
+from orchestrator.control.decisions.projection import Projection, project
 from orchestrator.control.decisions.relocation import RunningFleet, defragmentation, load_times, traffic
-from orchestrator.control.decisions.rollout_step import DesiredModel, Goal, Situation, compute_goal
-from orchestrator.control.decisions.update_strategy import UpdateStrategy, choose_strategy
+from orchestrator.control.decisions.rollout_step import DesiredModel
+from orchestrator.control.decisions.update_strategy import UpdateStrategy
 from orchestrator.control.fleet_goal import situation_of, snapshot_of
 from orchestrator.control.host_conditions import blocked_cores, cordoned_cores, quarantined_cores
 from orchestrator.control.journal.journal_records import Revision
@@ -68,9 +67,8 @@ class Outlook:
 
     index: int  # of the journal, before them
     decision: FleetDecision  # that the controller carries out if nothing changes before
-    settled: Goal  # after the rollout: only new versions, and whatever fits stays where it is
+    end: Projection  # of its rollout, on present and coming hosts and those to add
     choice: HostChoice  # the hosts whose machines are requested for it
-    hosts: tuple[Host, ...]  # present, coming or to add
 
     @property
     def desired_models(self) -> Mapping[str, DesiredModel]:
@@ -178,7 +176,7 @@ async def outlook_of(fleet: OperatedFleet, spec_file: SpecFile, generation: Reso
     uses = state.kept, state.uses.avoided()
     outlook: Outlook = await state.in_thread(_outlook, index, snapshot, generation.groups, *uses)
     fewer = any(desired.count < desired.model.replicas.min for desired in outlook.desired_models.values())
-    if outlook.settled.plan.unplaced or fewer:  # else it has just been placed
+    if outlook.end.plan.unplaced or fewer:  # else it has just been placed
         await _refuse_oversized(fleet, spec_file)
     return outlook
 
@@ -187,36 +185,37 @@ def _outlook(
     index: int, snapshot: FleetSnapshot, groups: tuple[HostGroup, ...], used: frozenset[str], avoided: frozenset[str]
 ) -> Outlook:
     decision = decide(snapshot)
+    end = project(_promoted(decision))
+    demand = HostDemand(end.situation, groups, used, avoided)
+    end = end.on_hosts(demand.with_hosts(()).hosts)
+    demand = dataclasses.replace(demand, situation=end.situation)
+    choice = demand.choose(end.last.goal.plan)
+    return Outlook(index, decision, end.on_hosts(demand.with_hosts(choice.hosts).hosts), choice)
+
+
+def _promoted(decision: FleetDecision) -> FleetDecision:
+    """Returns the decision about a canary as if the canary was promoted right after it."""
     situation = decision.after.situation
-    views = tuple(
-        dataclasses.replace(view, version=situation.desired_models[view.model].version)
-        for view in situation.views
-        if view.model in situation.desired_models and view.state not in LEAVING
-    )
     desired_models = {
         name: dataclasses.replace(desired, canary=False) for name, desired in situation.desired_models.items()
     }
-    settled = dataclasses.replace(situation, views=views, desired_models=desired_models, replaced=frozenset())
-    demand = HostDemand(settled, groups, used, avoided)
-    present = demand.with_hosts(())
-    bare = compute_goal(present)
-    choice = demand.choose(bare.plan)
-    if not choice.hosts:
-        return Outlook(index, decision, bare, choice, present.hosts)
-    more = demand.with_hosts(choice.hosts)
-    return Outlook(index, decision, compute_goal(more), choice, more.hosts)
+    situation = dataclasses.replace(situation, desired_models=desired_models)
+    return dataclasses.replace(
+        decision, after=dataclasses.replace(decision.after, situation=situation, in_canary=False)
+    )
 
 
 async def apply_preview(
     fleet: OperatedFleet, spec_file: SpecFile, generation: ResolvedRevision, outlook: Outlook
 ) -> ApplyPreview:
     """Returns the effects of installing the generation now, as the admin API does."""
-    state, settled = fleet.state, outlook.settled
+    state, end = fleet.state, outlook.end
+    planned = end.plan
     accounts = await state.in_thread(
         ledger,
         spec_file.spec,
-        outlook.hosts,
-        settled.plan,
+        end.situation.hosts,
+        planned,
         spec_file.checkpoints,
         spec_file.drafts,
         quarantined_cores(state),
@@ -227,9 +226,9 @@ async def apply_preview(
     parts = {
         "index": outlook.index,
         "revision": state.current.number,
-        **settled.plan.as_dict(),
-        "problems": (*spec_file.problems, *settled.plan.problems),
-        "changes": replica_changes(outlook.decision.goal, list(state.views.values()), settled),
+        **planned.as_dict(),
+        "problems": (*spec_file.problems, *planned.problems),
+        "changes": end.changes,
         "models": [_planned_model(fleet, change, outlook) for change in changes],
         "hosts_to_add": [host.as_dict() for host in outlook.choice.added() if host.host not in state.kept],
         "speeds": speed_rows(generation.spec, generation.hosts, spec_file.checkpoints, measured),
@@ -242,7 +241,9 @@ def _planned_model(fleet: OperatedFleet, change: ModelChange, outlook: Outlook) 
     choice = outlook.choices.get(change.model)
     desired = outlook.desired_models.get(change.model)
     tag = max(change.tag, Tag.RESTART, key=list(Tag).index) if choice is not None else change.tag
-    before, after = len(fleet.state.views.of_model(change.model)), 0 if desired is None else desired.count
+    current = fleet.state.current.spec.model(change.model)
+    before = 0 if current is None else fleet.state.counts.desired(current)
+    after = 0 if desired is None else desired.count
     action = change.action
     if action in (Action.NONE, Action.UPDATE):
         action = Action.REPLACE if choice is not None else Action.UPDATE if before != after else action
@@ -330,10 +331,10 @@ async def preview(fleet: OperatedFleet, request: ActionToPreview) -> ChangePrevi
     else:
         refuse_on_hold(fleet)
     state = fleet.state
-    index, before = state.records.state.index, situation_of(state)
-    cause = None
+    index, snapshot = state.records.state.index, snapshot_of(state)
+    before, cause = snapshot.situation, None
     if action == "drain" and is_host(fleet, target):
-        after = without_host(before, target)
+        after = drained(before, target)
         cause = await state.in_thread(refusal, before, target, partly=False)
     elif action in ("restart", "drain"):
         views = state.views.of_model(model_of(fleet, target).name) if action == "restart" else [view_of(fleet, target)]
@@ -341,19 +342,20 @@ async def preview(fleet: OperatedFleet, request: ActionToPreview) -> ChangePrevi
     else:
         desired = before.desired_models[model_of(fleet, target).name]
         after = before.with_desired(dataclasses.replace(desired, count=_count_after(fleet, request)))
-    settled, strategies = await state.in_thread(_effects, before, after)
-    replaced = sorted(id for id, _ in after.replaced - before.replaced)
-    changes = [{"replica": id, "change": "restart"} for id in replaced]
-    planned = settled.plan.as_dict()
-    return ChangePreview(
-        index=index,
-        revision=state.current.number,
-        changes=msgspec.convert(changes or replica_changes(Goal(), before.views, settled), list[ReplicaChange]),
-        placements=planned["placements"],
-        unplaced=planned["unplaced"],
-        strategies=strategies,
-        refusal=cause,
-    )
+        snapshot = dataclasses.replace(snapshot, scaled=snapshot.scaled | {target})
+    decision = await state.in_thread(decide, dataclasses.replace(snapshot, situation=after))
+    end = await state.in_thread(project, decision)
+    strategies = decision.after.memory.strategies
+    replaced = sorted({id.partition("/")[0] for id, _ in after.replaced - before.replaced} & strategies.keys())
+    parts = {
+        "index": index,
+        "revision": state.current.number,
+        "changes": end.changes,
+        **end.plan.as_dict(),
+        "strategies": [{"model": name, **dataclasses.asdict(strategies[name])} for name in replaced],
+        "refusal": cause,
+    }
+    return msgspec.convert(parts, ChangePreview)
 
 
 def _count_after(fleet: OperatedFleet, request: ActionToPreview) -> int:
@@ -365,12 +367,3 @@ def _count_after(fleet: OperatedFleet, request: ActionToPreview) -> int:
         return counts.desired(model) or max(model.replicas.min, 1)
     refuse_over_max(model, request.count)
     return counts.target(model) if request.count is None else request.count
-
-
-def _effects(before: Situation, after: Situation) -> tuple[Goal, list[PlannedUpdate]]:
-    """Returns the goal at the end of the change, and how replicas that serve now are replaced."""
-    strategies = []
-    for name in sorted({id.partition("/")[0] for id, _ in after.replaced - before.replaced}):
-        choice = choose_strategy(after, name)
-        strategies.append(PlannedUpdate(model=name, strategy=choice.strategy, outage_s=choice.outage_s, why=choice.why))
-    return compute_goal(dataclasses.replace(after, replaced=before.replaced)), strategies

@@ -20,6 +20,7 @@ from orchestrator.control.host_conditions import (
 from orchestrator.control.journal.journal_records import Replace, Target
 from orchestrator.control.resolve.resolved_revision import ResolvedRevision
 from orchestrator.messages.replica_states import State
+from orchestrator.scaling.schedules import Bounds
 from placements.spec.schema import ModelSpec
 
 
@@ -67,7 +68,8 @@ def situation_of(state: FleetState, revision: ResolvedRevision | None = None) ->
 
 def desired_model(state: FleetState, model: ModelSpec, revision: ResolvedRevision | None = None) -> DesiredModel:
     """Returns the desired state of the model, now or right after the installation of another revision."""
-    generation, count = revision or state.current, state.counts.desired(model)
+    generation, before = revision or state.current, None if revision is None else _bounds_now(state, model)
+    count = state.counts.desired(model, before)
     strategy = None if revision is not None else state.memory.strategies.get(model.name)
     canary = state.in_canary if revision is None else revision.revision.canary is not None
     frozen = revision is None and state.frozen
@@ -81,8 +83,14 @@ def desired_model(state: FleetState, model: ModelSpec, revision: ResolvedRevisio
         canary=canary,
         frozen=frozen,
         former=_former(state, model, generation) if canary or frozen else None,
-        reachable=limited or count > state.counts.required(model),
+        reachable=limited or count > state.counts.required(model, before),
     )
+
+
+def _bounds_now(state: FleetState, model: ModelSpec) -> Bounds | None:
+    """Returns the bounds of the model in the current revision; None if it does not have the model."""
+    current = state.current.spec.model(model.name)
+    return None if current is None else state.counts.bounds(current)
 
 
 def _former(state: FleetState, model: ModelSpec, generation: ResolvedRevision) -> FormerVersion | None:
@@ -161,10 +169,13 @@ def install_revision(state: FleetState, generation: ResolvedRevision, decision: 
     """Make an applied revision the current one; ``decision`` is that about its `snapshot`."""
     if state.is_complete:
         state.stable = state.current
+    for model in generation.spec.models:
+        if (before := _bounds_now(state, model)) is not None:
+            state.counts.follow(model, before)
     state.current = generation
     for view in list(state.views.values()):  # the change may have fixed the cause of a stop
-        model = generation.spec.model(view.model)
-        deadlines = view.deadlines if model is None else model.deadlines
+        own = generation.spec.model(view.model)
+        deadlines = view.deadlines if own is None else own.deadlines
         state.views[view.id] = dataclasses.replace(view, stopped=False, deadlines=deadlines)
     state.late.clear()
     used = {(view.model, view.version) for view in state.views.values()}.union(generation.versions.items())

@@ -93,7 +93,7 @@ class Scaler:
     @property
     def active(self) -> bool:
         """Returns whether any gateway reports demand."""
-        return bool(self._gateways)
+        return self._state.counts.autoscaled
 
     def receive(self, report: DemandReport) -> bool:
         """Receive a report; duplicates are ignored. Returns whether requests wait for a model without replicas."""
@@ -109,6 +109,7 @@ class Scaler:
             window.model: window for window in report.models if self._state.current.spec.model(window.model) is not None
         }
         self._gateways[report.gateway] = _Gateway(report.number, now, windows)
+        self._state.counts.autoscaled = True
         for name, demand in windows.items():
             self._sums.setdefault(name, Counts()).add(demand)
             if demand.times:
@@ -139,6 +140,7 @@ class Scaler:
         if not self._gateways:  # their interval is unknown, and nothing is decided
             self._sums.clear()
             self._state.counts.held_back.clear()
+            self._state.counts.autoscaled = False
 
     def _record_samples(self, decisions: Iterable[RoutingDecision], now: float) -> None:
         for decision in decisions:
@@ -192,20 +194,17 @@ class Scaler:
                 memory.first_ready_at = None
 
     def _follow_bounds(self) -> None:
-        """Record when a schedule begins or ends. If a schedule or a new revision lowers the minimum, running replicas
-        stay until the autoscaler removes them."""
+        """Record when a schedule begins or ends. An apply, which has an event of its own, follows its own bounds."""
+        counts = self._state.counts
         for model in self._state.current.spec.models:
-            memory, held = self._known[model.name], self._state.counts.bounds(model)
+            memory, held = self._known[model.name], counts.bounds(model)
             previous, memory.bounds = memory.bounds, (model, held)
-            if previous is None or previous[1] == held:
+            if previous is None or previous[0] is not model or previous[1] == held:
                 continue
-            before = previous[1]
-            had = min(max(before.min, self._state.records.state.targets.get(model.name, 0)), before.max)
-            if self.active and model.scaling.auto and held.min < had:
-                self._state.counts.set_target(model, min(had, held.max))
-            if previous[0] is model:  # otherwise an apply has changed it, which has its own event
-                why = f"by schedule at least {held.min} and at most {held.max}; it was {before.min} and {before.max}"
-                self._record_change(model, had, self._state.counts.desired(model), why)
+            before, had = previous[1], counts.within(model, previous[1])
+            counts.follow(model, before)
+            why = f"by schedule at least {held.min} and at most {held.max}; it was {before.min} and {before.max}"
+            self._record_change(model, had, counts.desired(model), why)
 
     def _decide(self, now: float) -> None:
         state = self._state

@@ -247,10 +247,10 @@ PLAN: dict[str, Any] = {
             "tag": "restart",
             "fields": [{"field": "max_len", "before": 512, "after": 1024}],
             "replicas": {"before": 2, "after": 2},
-            "strategy": "surge",
+            "strategy": "in_place",
             "outage_s": 0.0,
-            "predicted_s": 9.4,
-            "why": "free cores hold the new replica while the old one serves",
+            "predicted_s": 18.8,
+            "why": "one of 2 replicas at a time, the others serve",
             "possible": True,
         },
         {

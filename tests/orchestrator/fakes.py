@@ -149,6 +149,7 @@ class FakeCluster:
         self.drained: list[str] = []
         self.loads = True
         self.load_s = 0.0
+        self.loads_s: dict[str, float] = {}  # by model, in place of ``load_s``
         self.process_s = 0.0  # from the start of a process until it reads its weights
         self.fetch_s = 0.0  # of a source that the host does not store
         self.reports_progress = False  # of fetches, so that replicas may be started meanwhile
@@ -326,15 +327,16 @@ class FakeCluster:
         if self.process_s:
             await asyncio.sleep(self.process_s)
         failure = await self._arrived(replica.config)
-        if self.load_s:
-            await asyncio.sleep(self.load_s)
+        load_s = self.loads_s.get(replica.config.model, self.load_s)
+        if load_s:
+            await asyncio.sleep(load_s)
         failure = failure or self.broken.get(replica.config.version)
         if replica.config.contents not in ("", self.local_contents):
             failure = Failure("source-changed", "the files have changed", "", Reaction.STOP)
         if replica.dead is None:
             phase = Phase.READY if failure is None else Phase.FAILED
-            phases = {"process": self.process_s, "weights": self.load_s}
-            loaded = {"load_s": self.load_s, "load_phases": phases, "contents": self.local_contents}
+            phases = {"process": self.process_s, "weights": load_s}
+            loaded = {"load_s": load_s, "load_phases": phases, "contents": self.local_contents}
             await replica.report(phase=phase, failure=failure, **loaded)
 
     async def _arrived(self, config: ReplicaConfig) -> Failure | None:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from hashlib import blake2s
 from typing import Any
 
-from orchestrator.control.decisions.replica_view import ReplicaView
-from orchestrator.control.decisions.rollout_step import Goal
-from orchestrator.messages.replica_states import LEAVING
 from placements.facts.adapters import Adapter, max_rank
 from placements.facts.engines import AUTO_ENGINES, HOST_ENGINES, Engine
 from placements.spec.schema import REACHES, ModelSpec, Reach, Spec
@@ -146,25 +143,3 @@ def _with_interpreters(change: ModelChange, before: Mapping[str, str], after: Ma
         return change
     tag = max(change.tag, Tag.RESTART, key=_ORDER.index)
     return replace(change, tag=tag, fields=(*change.fields, *fields), action=Action.UPDATE)
-
-
-def replica_changes(goal: Goal, views: Sequence[ReplicaView], settled: Goal) -> list[dict[str, str]]:
-    """Returns an entry for each replica that an apply would start, stop, move, or restart on the same cores.
-
-    ``goal`` is the first step of the update, ``settled`` the one at its end.
-    """
-    kept_ids = {target.id for target in goal.targets if target.placement is None}
-    now = {view.id: view for view in views if view.state not in LEAVING}
-    changes: list[dict[str, str]] = []
-    for target in settled.targets:
-        view = now.pop(target.id, None)
-        if view is None:
-            change = "start"
-        elif (view.host, view.cores) != (target.host, target.cores):
-            change = "move"
-        elif view.version != target.version or view.id in kept_ids:
-            change = "restart"
-        else:
-            continue
-        changes.append({"replica": target.id, "change": change})
-    return changes + [{"replica": id, "change": "stop"} for id in now]

@@ -73,20 +73,24 @@ class HostDemand:
         return compute_goal(self.with_hosts(added, without)).plan
 
 
-def without_host(situation: Situation, host: str) -> Situation:
-    """Returns the situation in which the host's cores are blocked and its replicas have left."""
-    every = frozenset(
-        core for candidate in situation.hosts if candidate.name == host for core in range(candidate.cores)
+def drained(situation: Situation, host: str) -> Situation:
+    """Returns the situation in which the host's cores are blocked and its replicas have to leave."""
+    every = {
+        host: frozenset(
+            core for candidate in situation.hosts if candidate.name == host for core in range(candidate.cores)
+        )
+    }
+    return dataclasses.replace(
+        situation, blocked={**situation.blocked, **every}, drained={**situation.drained, **every}
     )
-    staying = tuple(view for view in situation.views if view.host != host)
-    return dataclasses.replace(situation, views=staying, blocked={**situation.blocked, host: every})
 
 
 def refusal(situation: Situation, host: str, *, partly: bool) -> str | None:
     """Returns why models cannot be served as now without the host, or None: those with a ready replica on it, with all
     of these; ``partly``: with fewer of them. No model that serves may lose all its replicas, since one with a higher
     priority takes their place."""
-    goal = compute_goal(without_host(situation, host))
+    staying = tuple(view for view in situation.views if view.host != host)
+    goal = compute_goal(dataclasses.replace(drained(situation, host), views=staying))
     ready = [view for view in situation.views if view.state is State.READY]
     lost = {view.model for view in ready} - {target.model for target in goal.targets}
     if not partly:

@@ -100,7 +100,7 @@ def reconcile(
             actions.append(Stop(replica, "its drain deadline has passed"))
         elif not ending and observed.now >= observed.stop_at.get(replica.host, math.inf):  # 2c
             actions.append(Stop(replica, "its host ends"))
-        elif target is None or not _matches(replica, target, replaced):  # 3
+        elif target is None or not matches(replica, target, replaced):  # 3
             if ending:
                 actions.append(Forget(replica))
             elif replica.state is State.READY:
@@ -121,7 +121,8 @@ def reconcile(
     return [action for action in actions if not (isinstance(action, Start) and _has_used_cores(action.target, used))]
 
 
-def _matches(replica: ReplicaView, target: ReplicaTarget, replaced: frozenset[tuple[str, int]]) -> bool:
+def matches(replica: ReplicaView, target: ReplicaTarget, replaced: frozenset[tuple[str, int]]) -> bool:
+    """Returns whether the replica is the target; of ``replaced``, the (id, epoch) of replicas, only an old one is."""
     kept = replica.host == target.host and replica.cores == target.cores and replica.version == target.version
     return kept and (not replaced or target.placement is None or (replica.id, replica.epoch) not in replaced)
 

@@ -21,7 +21,7 @@ from placements.planner.ledger import ledger
 from placements.planner.plan import Move, Placement, Plan, Running, Window, defragment
 from placements.resources.environ import threads
 from placements.spec.problems import Problem
-from placements.spec.schema import Spec
+from placements.spec.schema import ModelSpec, Spec
 
 MAX_MOVES = 4
 """The most replicas that are moved for one that cannot be placed. With four, an arrival is rejected half as often as by
@@ -153,11 +153,14 @@ def _after(
         if replica in moved:
             placements.append(moved[replica])
         elif host is not None and model is not None:
-            count = threads(model.threads, model.tp_degree, host)
-            placements.append(
-                Placement(replica.model, replica.replica, replica.host, replica.cores, count, host, model)
-            )
+            placements.append(placement_of(replica, host, model))
     return tuple(placements)
+
+
+def placement_of(running: Running, machine: Host, spec: ModelSpec) -> Placement:
+    """Returns the placement of a replica that stays where it runs."""
+    count = threads(spec.threads, spec.tp_degree, machine)
+    return Placement(running.model, running.replica, running.host, running.cores, count, machine, spec)
 
 
 def _problems(

@@ -24,13 +24,19 @@ CHANGES: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
     ({"action": "scale", "target": "chat", "count": 2}, "scale", {"model": "chat", "count": 2}),
     ({"action": "scale", "target": "small", "count": 1}, "scale", {"model": "small", "count": 1}),
     ({"action": "unload", "target": "small"}, "unload", {"model": "small"}),
+    ({"action": "restart", "target": "small"}, "restart", {"model": "small"}),
+    ({"action": "drain", "target": "small/1"}, "drain", {"target": "small/1"}),
+    ({"action": "drain", "target": "inf2.24xlarge/0"}, "drain", {"target": "inf2.24xlarge/0"}),
 ]
 
 
 def held(fleet: Played) -> dict[str, tuple[str, str | None]]:
-    """Host and cores of each replica that serves."""
-    replicas = fleet.controller.status().replicas
-    return {replica.id: (replica.host, replica.cores) for replica in replicas if replica.ready}
+    """Host and cores of each replica that exists."""
+    return {replica.id: (replica.host, replica.cores) for replica in fleet.controller.status().replicas}
+
+
+def epochs(fleet: Played) -> dict[str, int]:
+    return {view.id: view.epoch for view in fleet.controller.state.views.values()}
 
 
 @pytest.mark.parametrize(("asked", "verb", "fields"), CHANGES, ids=lambda value: str(value))
@@ -42,7 +48,7 @@ def test_a_preview_is_what_the_change_does(
     async def story() -> None:
         async with Played(tmp_path, FakeCluster(), SPEC) as fleet:
             await fleet.settled()
-            before = held(fleet)
+            before = epochs(fleet)
             preview = await fleet.operator.preview(**asked)
             assert preview["refusal"] is None
             await getattr(fleet.operator, verb)(**fields, by="me", check_index=preview["index"])
@@ -50,30 +56,27 @@ def test_a_preview_is_what_the_change_does(
                 f"{each['model']}/{each['replica']}": (each["host"], each["cores"]) for each in preview["placements"]
             }
             await fleet.until(lambda: held(fleet) == expected, "the fleet is as previewed")
-            differing = {id for id in before.keys() | expected.keys() if before.get(id) != expected.get(id)}
+            after = epochs(fleet)
+            differing = {id for id in before.keys() | after.keys() if before.get(id) != after.get(id)}
             assert {change["replica"] for change in preview["changes"]} == differing != set()
 
     virtually(story)
 
 
 def test_the_preview_of_a_drain_has_every_replica_elsewhere(tmp_path: Path) -> None:
-    """On the hosts where they then are; successors get numbers of their own, and cores beside the replicas before."""
+    """As its successor, which starts before it stops, or with its own number."""
 
     async def story() -> None:
         async with Played(tmp_path, FakeCluster(), SPEC) as fleet:
             await fleet.settled()
             moved = {id for id, (host, _) in held(fleet).items() if host == "inf2.24xlarge/0"}
             preview = await fleet.operator.preview("drain", "inf2.24xlarge/0")
-            assert {change["replica"]: change["change"] for change in preview["changes"]} == dict.fromkeys(
-                moved, "move"
-            )
-            await fleet.operator.drain("inf2.24xlarge/0", by="me", check_index=preview["index"])
-            expected = sorted((each["model"], each["host"]) for each in preview["placements"])
-
-            def there() -> bool:
-                return sorted((id.partition("/")[0], host) for id, (host, _) in held(fleet).items()) == expected
-
-            await fleet.until(there, "every replica is where the preview has it")
+            assert {(each["model"], each["host"]) for each in preview["placements"]} == {
+                (id.partition("/")[0], "inf2.24xlarge/1") for id in moved
+            }
+            changes = {change["replica"]: change["change"] for change in preview["changes"]}
+            assert {id: changes[id] for id in moved} == {"chat/0": "stop", "small/0": "stop", "small/1": "move"}
+            assert {id for id, change in changes.items() if change == "start"} == {"chat/1", "small/2"}
 
     virtually(story)
 
@@ -122,7 +125,8 @@ def test_a_restart_shows_its_strategy_and_outage(tmp_path: Path) -> None:
         async with Played(tmp_path, FakeCluster(), SPEC) as fleet:
             await fleet.settled()
             preview = await fleet.operator.preview("restart", "chat")
-            assert preview["changes"] == [{"replica": "chat/0", "change": "restart"}]
+            changes = {change["replica"]: change["change"] for change in preview["changes"]}
+            assert changes == {"chat/1": "start", "chat/0": "stop"}
             (strategy,) = preview["strategies"]
             assert (strategy["model"], strategy["strategy"], strategy["outage_s"]) == ("chat", "surge", 0.0)
 

@@ -783,7 +783,7 @@ def test_undo_reports_its_changes_before_and_after(fleet: LiveAdmin, capsys: pyt
     assert fleet.fleet.calls[-1][1] == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "going back to revision 1"
-    assert "-/+ chat: replace (restart), surge, outage 0 s, done in 9.4 s" in lines
+    assert "-/+ chat: replace (restart), in_place, outage 0 s, done in 19 s" in lines
     assert lines[-1] == "revision 4 (index 50) is revision 1 again"
 
 
