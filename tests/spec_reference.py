@@ -7,11 +7,13 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from placements.engines.nxd_inference.capabilities import NXD_FAMILIES, NXD_VERSIONS
+from placements.engines.optimum_neuron.capabilities import OPTIMUM_FAMILIES
+from placements.engines.options import FIELDS, PACKAGED, UNSERVED, Option
+from placements.engines.options import TABLES as OPTION_TABLES
+from placements.engines.registry import serves
 from placements.facts.checkpoints import FAMILIES
-from placements.facts.engines import NXD_FAMILIES, NXD_VERSIONS, OPTIMUM_FAMILIES, PACKAGES, serves
 from placements.facts.topology import DEGREES, LNC_CHOICES, TOPOLOGIES, Topology
-from placements.rules.options.tables import FIELDS, UNSERVED, Option
-from placements.rules.options.tables import TABLES as OPTION_TABLES
 from placements.spec.json_schema import json_schema
 from placements.spec.notation import TYPE_IN_WORDS
 
@@ -140,12 +142,12 @@ def _series(option: Option) -> str:
 
 def _owned() -> str:
     lines = ["| engine | option | field |", "|---|---|---|"]
-    for engine, package in PACKAGES.items():
+    for package, engine in PACKAGED.items():
         by_field: dict[str, list[str]] = {}
         for table in (f"{package}.NeuronConfig", package):
             for name, field in FIELDS.get(table, {}).items():
                 by_field.setdefault(field, []).append(f"`{name}`")
-        lines.extend(f"| {engine} | {', '.join(names)} | {field} |" for field, names in by_field.items())
+        lines.extend(f"| {engine.engine} | {', '.join(names)} | {field} |" for field, names in by_field.items())
     return "\n".join(lines) + "\n"
 
 

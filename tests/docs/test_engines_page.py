@@ -10,9 +10,8 @@ from typing import NamedTuple
 
 import pytest
 
-from placements.facts.engines import Engine
-from placements.rules.options.judge import Scope, known_options
-from placements.rules.options.tables import FIELDS, UNSERVED
+from placements.engines.options import FIELDS, UNSERVED, Scope, known_options
+from placements.engines.registry import Engine
 from placements.spec.schema import ModelSpec, Spec
 
 ROOT = Path(__file__).parent.parent.parent
