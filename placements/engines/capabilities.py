@@ -11,6 +11,7 @@ from placements.facts.encoders import Kind
 
 Dtype = Literal["bf16", "fp16", "fp32"]
 BYTES: Mapping[Dtype, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
+Quantization = Literal["int8", "fp8"]
 DraftMethod = Literal["draft_model", "eagle", "eagle3"]
 NEURON_INDEX = "--extra-index-url https://pip.repos.neuron.amazonaws.com"
 """The option of pip for AWS's packages: other indexes have placeholders of the same names."""
@@ -89,6 +90,8 @@ class Capabilities:
 
     # settings of a model
     drafts: tuple[DraftMethod, ...] = ()  # speculative decoding
+    quantize: tuple[Quantization, ...] = ()
+    quantize_kv: tuple[Quantization, ...] = ()
     shares_heads: bool = False  # it has ``group_query_attention``
     serves_adapters: bool = False  # LoRA
     unquantized: Mapping[str, str] = field(default_factory=lambda: _NONE)  # family -> why it cannot be quantized

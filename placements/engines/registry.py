@@ -47,7 +47,7 @@ def _capabilities(name: str) -> Capabilities:
 
 ENGINES: Mapping[str, Capabilities] = MappingProxyType({name: _capabilities(name) for name in NAMES})
 
-_AUTO = Capabilities("auto", "neuron", runs_code=True, imports_long=False)  # it may be cpu
+_AUTO = Capabilities("auto", "neuron", quantize=("int8", "fp8"), runs_code=True, imports_long=False)  # it may be cpu
 
 HOST_ENGINES = frozenset(name for name, engine in ENGINES.items() if engine.runs_on == "cpus")
 SERVER_ENGINES = frozenset(name for name, engine in ENGINES.items() if engine.runs_on == "server")

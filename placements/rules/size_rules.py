@@ -116,7 +116,12 @@ def _ways_to_fit(case: Case, types: Sequence[Topology]) -> Iterator[str]:
         return
     smaller = needs(quantize="int8")
     has_room = any(fits(smaller, topology) for topology in types)
-    if model.quantize is None and has_room and case.works(quantize="int8"):
+    if (
+        model.quantize is None
+        and "int8" in capabilities(case.engine).quantize
+        and has_room
+        and case.works(quantize="int8")
+    ):
         yield f"quantize: int8 needs {smaller.total:.2f} GiB {smaller.on_cores(model.tp_degree)}"
     need = needs()
     for topology in TOPOLOGIES.values():

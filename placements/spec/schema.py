@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, StrictInt, Tag, model_validator
 
-from placements.engines.capabilities import DraftMethod, Dtype
+from placements.engines.capabilities import DraftMethod, Dtype, Quantization
 from placements.engines.registry import Engine, capabilities
 from placements.engines.vllm.capabilities import VllmNeuron, release_for
 from placements.facts.checkpoints import Checkpoint
@@ -45,7 +45,6 @@ MAX_HOSTS = 4096
 """The most machines of one spec, of all types."""
 
 GroupQueryAttention = Literal["shard-over-heads", "shard-over-batch", "replicated-heads", "all-gather-heads"]
-Quantization = Literal["int8", "fp8"]
 Sampling = Literal["host", "device"]
 ToolParser = Literal["auto", "hermes", "llama3", "mistral", "none"]
 QueueOrder = Literal["fair", "deadline"]

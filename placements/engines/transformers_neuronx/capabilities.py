@@ -204,6 +204,8 @@ CAPABILITIES = TnxCapabilities(
     ),
     families=tuple(FAMILIES),
     refused=MappingProxyType(REFUSED),
+    quantize=("int8", "fp8"),
+    quantize_kv=("fp8",),
     drafts=("draft_model",),
     shares_heads=True,
     unquantized=MappingProxyType(
