@@ -37,6 +37,7 @@ class Unused(NamedTuple):
     hint: str = "remove it"  # may have {field}
     why: str = ""  # follows "FIELD has no effect on the engine NAME"
     id: str = "setting-unsupported"
+    encoding: bool = False  # only on other kinds than generate, which the text then names instead of the engine
 
 
 ON_CPUS = (

@@ -6,6 +6,8 @@ The methods have the answers of most Neuron engines; an engine's module ``memory
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from placements.engines.registry import AUTO_ENGINES, ENGINES, Engine, part
 from placements.engines.vllm.capabilities import VllmNeuron
@@ -35,12 +37,29 @@ COMPILER_THREADS = 32
 (neuronx-distributed, trace/model_builder.py)."""
 
 
+class LoadedReplica(NamedTuple):
+    """What a replica holds in the host's memory."""
+
+    model: ModelSpec
+    checkpoints: Sequence[Checkpoint]  # the model's, and that of its draft
+    length: int  # tokens of a slot
+    width: int  # bytes of the dtype
+    release: VllmNeuron | None  # of vllm-neuron
+
+    @property
+    def weights_gib(self) -> float:
+        """All weights in the dtype."""
+        return sum(each.parameters for each in self.checkpoints) * self.width / GIB
+
+
+@dataclass(frozen=True)
 class EngineCosts:
     """What a replica of an engine costs."""
 
-    scratch_gib = SCRATCH_GIB
-    on_nxd = False  # it runs on a backend built on NeuronX Distributed
-    rank0_embeds = False  # rank 0 has a surplus as large as the whole embedding and head
+    scratch_gib: float = SCRATCH_GIB
+    on_nxd: bool = False  # it runs on a backend built on NeuronX Distributed
+    rank0_embeds: bool = False  # rank 0 has a surplus as large as the whole embedding and head
+    compiles: bool = True  # graphs for NeuronCores
 
     def copies(self, model: ModelSpec, length: int) -> int:
         """Returns how often the weights are on a core."""
@@ -64,36 +83,33 @@ class EngineCosts:
         """Returns whether the embeddings stay in the host's memory."""
         return False
 
-    def host_gib(
-        self, model: ModelSpec, held: Sequence[Checkpoint], length: int, width: int, release: VllmNeuron | None
-    ) -> tuple[float, float]:
-        """Returns the GiB of the host's memory beside the process: while it serves, and while it loads.
-
-        ``held`` are the model and its draft, ``width`` is the bytes of the dtype, ``release`` is that of vllm-neuron.
-        """
-        embedded = [each.groups for each in held] if self.embeds_on_host(model, held[0]) else []
+    def host_gib(self, replica: LoadedReplica) -> tuple[float, float]:
+        """Returns the GiB of the host's memory beside the process: while it serves, and while it loads."""
+        held, width = replica.checkpoints, replica.width
+        embedded = [each.groups for each in held] if self.embeds_on_host(replica.model, held[0]) else []
         embeddings = sum(groups.embedding + groups.positions for groups in embedded)
         files = sum(each.parameters * max(width, each.stored_bytes or 0) for each in held)
         return embeddings * width / GIB, files / GIB
 
     def compilers(self, model: ModelSpec, checkpoint: Checkpoint, prefill: int, decode: int) -> int:
         """Returns the compiler processes that run at once, for so many graphs; by default one after the other."""
-        return 1
+        return int(self.compiles)
 
-    def compile_gib(self, model: ModelSpec, held: Sequence[Checkpoint], width: int, compilers: int) -> float:
+    def compile_gib(self, replica: LoadedReplica, compilers: int) -> float:
         """Returns the GiB of the host's memory for compiling, beside the checkpoint."""
-        shards = sum(each.parameters for each in held) * width / GIB if self.on_nxd else 0.0
-        return max(COMPILE_WORKER_GIB, COMPILER_GIB * compilers, shards)
+        shards = replica.weights_gib if self.on_nxd else 0.0
+        return max(COMPILE_WORKER_GIB, COMPILER_GIB * compilers, shards) if self.compiles else 0.0
 
     def step_s(self, model: ModelSpec) -> float | None:
         """Returns the seconds of a step that does not depend on the model; None: it does."""
         return None
 
 
+@dataclass(frozen=True)
 class NxdCosts(EngineCosts):
     """What a replica costs on NxD Inference, also below vLLM."""
 
-    on_nxd = True
+    on_nxd: bool = True
 
     def compilers(self, model: ModelSpec, checkpoint: Checkpoint, prefill: int, decode: int) -> int:
         """One for each graph but the first decode graph, which is compiled alone before the others, since it decides
@@ -101,20 +117,19 @@ class NxdCosts(EngineCosts):
         return min(COMPILER_THREADS, max(1, prefill + decode - 1))
 
 
+@dataclass(frozen=True)
 class AutoCosts(EngineCosts):
     """What a replica of ``auto`` costs that is not resolved: it counts as the candidate that needs most."""
 
-    def __init__(self, chosen: EngineCosts) -> None:
-        self._chosen = chosen
-        self.on_nxd = chosen.on_nxd
+    chosen: EngineCosts = field(default_factory=EngineCosts)  # the preferred candidate that serves the family
 
     def embeds_on_host(self, model: ModelSpec, checkpoint: Checkpoint) -> bool:
         """One candidate embeds there by default."""
         return True
 
     def compilers(self, model: ModelSpec, checkpoint: Checkpoint, prefill: int, decode: int) -> int:
-        """Those of the preferred candidate that serves the family."""
-        return self._chosen.compilers(model, checkpoint, prefill, decode)
+        """Those of the chosen candidate."""
+        return self.chosen.compilers(model, checkpoint, prefill, decode)
 
 
 _USUAL = EngineCosts()
@@ -125,7 +140,8 @@ def costs_of(engine: Engine, checkpoint: Checkpoint | None = None) -> EngineCost
     if engine == "auto":
         family = "" if checkpoint is None else checkpoint.model_type
         serving = next((name for name in AUTO_ENGINES if ENGINES[name].serves(family)), AUTO_ENGINES[-1])
-        return AutoCosts(costs_of(serving))
+        chosen = costs_of(serving)
+        return AutoCosts(on_nxd=chosen.on_nxd, chosen=chosen)
     module = part(engine, "memory")
     costs: EngineCosts = _USUAL if module is None else module.COSTS
     return costs

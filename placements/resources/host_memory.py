@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from placements.engines.capabilities import BYTES, SHORTEST_BUCKET
-from placements.engines.memory import PROCESS_GIB, costs_of
+from placements.engines.memory import PROCESS_GIB, LoadedReplica, costs_of
 from placements.engines.registry import Engine
 from placements.engines.vllm.capabilities import VllmNeuron
 from placements.facts.checkpoints import Checkpoint
@@ -47,11 +47,12 @@ def host_memory(
     engine = engine or model.engine
     width, costs = BYTES[model.dtype_on(engine)], costs_of(engine, checkpoint)
     held = tuple(each for each in (checkpoint, draft) if each is not None)
-    serving, loading = costs.host_gib(model, held, model.length(checkpoint), width, release)
+    replica = LoadedReplica(model, held, model.length(checkpoint), width, release)
+    serving, loading = costs.host_gib(replica)
     serving, loading = PROCESS_GIB + serving, PROCESS_GIB + loading
     if model.host_memory_gib is not None:
         loading = model.host_memory_gib
-    compiling = costs.compile_gib(model, held, width, compilers_at_once(model, checkpoint, engine))
+    compiling = costs.compile_gib(replica, compilers_at_once(model, checkpoint, engine))
     return HostMemory(min(serving, loading), loading, compiling)
 
 

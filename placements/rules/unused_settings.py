@@ -64,8 +64,9 @@ def settings_of_the_engine(case: Case) -> Iterator[Problem]:
         owners = [name for name, other in ENGINES.items() if other.shares_heads]
         hint = f"remove it, or use the engine {' or '.join(owners)}"
         yield from unused(case, here, "group_query_attention", hint=hint, id="gqa-unsupported")
-    for fields, hint, why, id in engine.unused:
-        yield from unused(case, f"{here}{why}", *fields, hint=hint, id=id)
+    for fields, hint, why, id, encoding in engine.unused:
+        if not encoding:
+            yield from unused(case, f"{here}{why}", *fields, hint=hint, id=id)
     if not compiles(case):
         yield from unused(case, here, "buckets", hint="remove {field}, or use a Neuron engine")
     if not engine.forwards:
@@ -81,6 +82,9 @@ def settings_of_the_kind(case: Case) -> Iterator[Problem]:
         yield from unused(case, why, "objectives.items_per_second", hint=hint)
         return
     yield from unused(case, here, "tool_parser", "trust_remote_code")
+    for fields, hint, _, id, encoding in capabilities(case.engine).unused:
+        if encoding:
+            yield from unused(case, here, *fields, hint=hint, id=id)
     if case.engine not in HOST_ENGINES:  # others are reported as settings of the engine
         yield from unused(case, here, *_OF_DEVICES)
     why, hint = f"{here}, which gives no tokens", "set ttft_ms, the time to the answer"

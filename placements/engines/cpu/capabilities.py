@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
-from placements.engines.capabilities import ON_CPUS, Capabilities, OptionRange
+from placements.engines.capabilities import ON_CPUS, Capabilities, OptionRange, Unused
 from placements.facts.encoders import KINDS
 
 FIRST_TRANSFORMERS = "4.57"
@@ -24,7 +24,7 @@ CAPABILITIES = Capabilities(
     warm=True,
     drafts=("draft_model",),
     pads_to_longest=True,
-    unused=ON_CPUS,
+    unused=(*ON_CPUS, Unused(("draft", "engine_options"), encoding=True)),
 )
 """``prefill_chunk``: tokens of a prompt in one forward pass; ``prefix_cache``: reuse the longest prefix that a slot
 still holds; ``compile``: compile each bucket with torch.compile."""

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from placements.engines.memory import GIB, EngineCosts
-from placements.engines.vllm.capabilities import VllmNeuron
+from placements.engines.memory import GIB, EngineCosts, LoadedReplica
 from placements.facts.checkpoints import Checkpoint
 from placements.spec.schema import ModelSpec
 
@@ -24,25 +21,20 @@ conservative guess."""
 class CpuCosts(EngineCosts):
     """The costs of the cpu engine: its weights, KV cache and prompts are in the host's memory."""
 
-    def host_gib(
-        self, model: ModelSpec, held: Sequence[Checkpoint], length: int, width: int, release: VllmNeuron | None
-    ) -> tuple[float, float]:
+    def host_gib(self, replica: LoadedReplica) -> tuple[float, float]:
         """Weights, KV cache, and what the longest prompt needs while it is processed, which a load does not try.
         Tensors are mapped from the files and converted one by one."""
-        sizes = sum(each.parameters for each in held) * width
+        model, held, width, sizes = replica.model, replica.checkpoints, replica.width, 0
         if model.kind == "generate":
-            tokens = model.max_batch * length
-            sizes += sum(2 * each.layers * each.kv_heads * each.head_dim * tokens for each in held) * width
-            sizes += max(_longest_prompt(model, each, length, width) for each in held)
-        return sizes / GIB, sizes / GIB
+            tokens = model.max_batch * replica.length
+            sizes = sum(2 * each.layers * each.kv_heads * each.head_dim * tokens for each in held) * width
+            sizes += max(_longest_prompt(model, each, replica.length, width) for each in held)
+        total = replica.weights_gib + sizes / GIB
+        return total, total
 
-    def compilers(self, model: ModelSpec, checkpoint: Checkpoint, prefill: int, decode: int) -> int:
-        """None of Neuron."""
-        return 0
-
-    def compile_gib(self, model: ModelSpec, held: Sequence[Checkpoint], width: int, compilers: int) -> float:
+    def compile_gib(self, replica: LoadedReplica, compilers: int) -> float:
         """What torch.compile needs, if the model enables it."""
-        return CPU_COMPILE_GIB if model.engine_options.get("compile") is True else 0.0
+        return CPU_COMPILE_GIB if replica.model.engine_options.get("compile") is True else 0.0
 
 
 def _longest_prompt(model: ModelSpec, checkpoint: Checkpoint, length: int, width: int) -> int:
@@ -57,4 +49,4 @@ def _longest_prompt(model: ModelSpec, checkpoint: Checkpoint, length: int, width
     return 4 * numbers + chunk * longest * score
 
 
-COSTS = CpuCosts()
+COSTS = CpuCosts(compiles=False)

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from placements.engines.memory import EngineCosts
-from placements.engines.vllm.capabilities import VllmNeuron
-from placements.facts.checkpoints import Checkpoint
+from placements.engines.memory import EngineCosts, LoadedReplica
 from placements.spec.schema import ModelSpec
 
 LEAST_STEP_S = 0.0005  # batcher and socket, without step_ms
@@ -15,19 +11,9 @@ LEAST_STEP_S = 0.0005  # batcher and socket, without step_ms
 class EchoCosts(EngineCosts):
     """The costs of the echo engine, which loads nothing."""
 
-    def host_gib(
-        self, model: ModelSpec, held: Sequence[Checkpoint], length: int, width: int, release: VllmNeuron | None
-    ) -> tuple[float, float]:
+    def host_gib(self, replica: LoadedReplica) -> tuple[float, float]:
         """Only the process."""
         return 0.0, 0.0
-
-    def compilers(self, model: ModelSpec, checkpoint: Checkpoint, prefill: int, decode: int) -> int:
-        """None."""
-        return 0
-
-    def compile_gib(self, model: ModelSpec, held: Sequence[Checkpoint], width: int, compilers: int) -> float:
-        """Nothing."""
-        return 0.0
 
     def step_s(self, model: ModelSpec) -> float | None:
         """The option ``step_ms``."""
@@ -35,4 +21,4 @@ class EchoCosts(EngineCosts):
         return max(LEAST_STEP_S, float(step_ms) / 1000 if isinstance(step_ms, int | float) else 0.0)
 
 
-COSTS = EchoCosts()
+COSTS = EchoCosts(compiles=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from placements.engines.capabilities import NEURON_INDEX, Capabilities, OptionRange, Traces
+from placements.engines.capabilities import NEURON_INDEX, Capabilities, OptionRange, Traces, Unused
 from placements.engines.cpu.capabilities import FIRST_TRANSFORMERS
 from placements.facts.encoders import KINDS
 
@@ -60,6 +60,7 @@ CAPABILITIES = TorchNeuronxCapabilities(
     options=MappingProxyType({"compiled_batch": OptionRange(1, 1024, whole=True)}),
     families=TRACED_FAMILIES,
     refused=MappingProxyType(TRACED_REFUSED),
+    unused=(Unused(("buckets.decode",), "remove it, and set buckets.prefill", encoding=True),),
     outside="it is not an encoder",
     beside="nxd-inference",
     absent=f"needs torch-neuronx beside transformers {FIRST_TRANSFORMERS} or later",

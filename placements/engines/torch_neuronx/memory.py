@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from placements.engines.memory import EngineCosts
+from placements.engines.memory import EngineCosts, LoadedReplica
 from placements.engines.torch_neuronx.capabilities import traced_batch, traced_lengths
-from placements.engines.vllm.capabilities import VllmNeuron
-from placements.facts.checkpoints import Checkpoint
 from placements.spec.schema import ModelSpec
 
 
@@ -22,11 +18,9 @@ class TorchNeuronxCosts(EngineCosts):
         """The rows of a trace."""
         return traced_batch(model.max_batch, model.engine_options)
 
-    def host_gib(
-        self, model: ModelSpec, held: Sequence[Checkpoint], length: int, width: int, release: VllmNeuron | None
-    ) -> tuple[float, float]:
+    def host_gib(self, replica: LoadedReplica) -> tuple[float, float]:
         """A load holds the checkpoint, and the trace that is being loaded."""
-        serving, loading = super().host_gib(model, held, length, width, release)
+        serving, loading = super().host_gib(replica)
         return serving, 2 * loading
 
 

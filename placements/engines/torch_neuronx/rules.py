@@ -26,12 +26,9 @@ def traces_fit(case: Case) -> Iterator[Problem]:
         yield case.problem("out-of-range", ("engine_options", "compiled_batch"), fact, "raise max_batch, or lower it")
 
 
-def settings_have_an_effect(case: Case) -> Iterator[Problem]:
-    """Nothing is decoded, and traces are compiled one by one."""
+def workers_are_unused(case: Case) -> Iterator[Problem]:
+    """Traces are compiled one by one."""
     yield from unused(case, f": {case.engine} has no such option", "compiler.workers")
-    if case.model.kind != "generate":
-        here, hint = f" on kind {case.model.kind}", "remove it, and set buckets.prefill"
-        yield from unused(case, here, "buckets.decode", hint=hint)
 
 
-RULES = EngineRules(rules=(traces_fit, settings_have_an_effect))
+RULES = EngineRules(rules=(traces_fit, workers_are_unused))

@@ -15,8 +15,6 @@ out of memory."""
 class TnxCosts(EngineCosts):
     """The costs on transformers-neuronx, which embeds on the host unless ``on_device_embedding`` is set."""
 
-    scratch_gib = TNX_SCRATCH_GIB
-
     def embeddings(self, model: ModelSpec, checkpoint: Checkpoint) -> tuple[int, int]:
         """A tied head is a matrix of its own."""
         groups = checkpoint.groups
@@ -43,4 +41,4 @@ def _family(checkpoint: Checkpoint) -> Family:
     return FAMILIES.get(checkpoint.model_type, Family())
 
 
-COSTS = TnxCosts()
+COSTS = TnxCosts(scratch_gib=TNX_SCRATCH_GIB)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from placements.engines.memory import PROCESS_GIB, NxdCosts
-from placements.engines.vllm.capabilities import VllmNeuron, kv_tokens
-from placements.facts.checkpoints import Checkpoint
+from placements.engines.memory import PROCESS_GIB, LoadedReplica, NxdCosts
+from placements.engines.vllm.capabilities import kv_tokens
 from placements.spec.schema import ModelSpec
 
 VLLM_GIB = 1.2
@@ -21,14 +18,11 @@ class VllmCosts(NxdCosts):
         """Whole slots, or blocks with a prefix cache."""
         return kv_tokens(model.engine_options, model.max_batch, length)
 
-    def host_gib(
-        self, model: ModelSpec, held: Sequence[Checkpoint], length: int, width: int, release: VllmNeuron | None
-    ) -> tuple[float, float]:
+    def host_gib(self, replica: LoadedReplica) -> tuple[float, float]:
         """With two more processes; with its later plugin also a process for each further core."""
-        serving, loading = super().host_gib(model, held, length, width, release)
-        others = VLLM_GIB
-        if release is not None and release.back_end == "neuron":
-            others += (model.tp_degree - 1) * PROCESS_GIB
+        serving, loading = super().host_gib(replica)
+        has_workers = replica.release is not None and replica.release.back_end == "neuron"
+        others = VLLM_GIB + ((replica.model.tp_degree - 1) * PROCESS_GIB if has_workers else 0.0)
         return serving + others, loading + others
 
 

@@ -5,18 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from placements.engines.server.capabilities import NO_CONTAINER, STARTS_CONTAINER, container_in
-from placements.engines.vllm.capabilities import (
-    BLOCK_SIZE,
-    KV_SHARE,
-    LAST_FOR,
-    LORA_SINCE,
-    MIN_KV_GIB,
-    PluginRelease,
-    VllmNeuron,
-    blocks,
-    hbm_share,
-    version_of,
-)
+from placements.engines.vllm import capabilities as vllm
 from placements.engines.vllm.flags import check_flags
 from placements.facts.adapters import MODULES, RANKS, max_rank
 from placements.facts.plural import joined
@@ -28,13 +17,13 @@ from placements.spec.schema import Spec
 from placements.spec.sections import EngineSettings
 
 
-def releases(case: Case) -> tuple[VllmNeuron, ...]:
+def releases(case: Case) -> tuple[vllm.VllmNeuron, ...]:
     """Returns the releases of vllm-neuron that the plan counts with; () if vLLM runs on the CPU."""
     planned = [case.spec.vllm_release_on(host) for host, _ in case.fleet.kinds]
     return tuple(dict.fromkeys(release for release in planned if release is not None))
 
 
-def _plugins(case: Case, *names: PluginRelease) -> str:
+def _plugins(case: Case, *names: vllm.PluginRelease) -> str:
     """Returns the releases of the plugin that the model works with, quoted, in words; "" if there is none."""
     settings = case.spec.engines.get(case.engine, EngineSettings())
     changed = {name: {**case.spec.engines, case.engine: settings.model_copy(update={"plugin": name})} for name in names}
@@ -45,7 +34,7 @@ def flags_are_known(case: Case) -> Iterator[Problem]:
     """engine_options are flags of vLLM that corewright does not set itself."""
     options = case.model.engine_options
     versions = [(release.vllm, str(release.plugin)) for release in releases(case)] or [("", "")]
-    findings = [finding for vllm, plugin in versions for finding in check_flags(options, vllm, plugin)]
+    findings = [finding for version, plugin in versions for finding in check_flags(options, version, plugin)]
     for id, path, fact, hint in {finding.path: finding for finding in findings}.values():
         yield case.problem(id, ("engine_options", *path), fact, hint)
 
@@ -54,8 +43,8 @@ def plugin_runs_here(case: Case) -> Iterator[Problem]:
     """The release of the plugin runs on the machines."""
     for release in releases(case):
         for machine in case.machines:
-            last = LAST_FOR.get(machine)
-            if last is None or version_of(release.plugin) <= version_of(last):
+            last = vllm.LAST_FOR.get(machine)
+            if last is None or vllm.version_of(release.plugin) <= vllm.version_of(last):
                 continue
             where, hint = ("engine",), f'set engines.vllm.plugin: "{last}"'
             if release.back_end == "neuron":
@@ -106,10 +95,10 @@ def prefixes_are_cached(case: Case) -> Iterator[Problem]:
             fact = f"vllm-neuron {release.plugin} gives wrong answers with prefix_cache and max_batch 1"
             hint = "raise max_batch, or remove prefix_cache"
             yield case.problem("setting-unsupported", ("engine_options", "prefix_cache"), fact, hint)
-        size, given = options.get("block_size", BLOCK_SIZE), options.get("num_gpu_blocks_override")
+        size, given = options.get("block_size", vllm.BLOCK_SIZE), options.get("num_gpu_blocks_override")
         if type(size) is not int or size < 1 or type(given) is not int:
             continue
-        least = blocks(model.length(case.checkpoint), model.max_batch, size)
+        least = vllm.blocks(model.length(case.checkpoint), model.max_batch, size)
         if given < least:
             fact = f"engine_options.num_gpu_blocks_override is {given}; max_batch {model.max_batch} slots of "
             fact += f"{model.length(case.checkpoint)} tokens need {least} blocks of {size}"
@@ -124,16 +113,16 @@ def kv_fits_its_share(case: Case) -> Iterator[Problem]:
     types = [topology for topology in case.fleet.types if case.has_degree(topology)]
     if need is None or not types or not any(release.back_end == "neuron" for release in releases(case)):
         return
-    used, hbm = hbm_share(case.model.engine_options), max(topology.hbm_per_core_gib for topology in types)
-    share, rest = used * KV_SHARE * hbm, used * hbm - (need.total - need.kv)
+    used, hbm = vllm.hbm_share(case.model.engine_options), max(topology.hbm_per_core_gib for topology in types)
+    share, rest = used * vllm.KV_SHARE * hbm, used * hbm - (need.total - need.kv)
     if need.kv > share:
         fact = f"the KV cache of {case.model.name} needs {need.kv:.2f} GiB on each core, but vllm-neuron gives it "
-        fact += f"{used * KV_SHARE:.2f} of HBM, {share:.2f} GiB"
+        fact += f"{used * vllm.KV_SHARE:.2f} of HBM, {share:.2f} GiB"
         hint = "lower max_batch or max_len, raise tp_degree, or set quantize_kv: fp8"
         yield case.problem("hbm-exceeded", ("max_batch",), fact, hint)
-    elif rest < MIN_KV_GIB:
+    elif rest < vllm.MIN_KV_GIB:
         fact = f"{case.model.name} leaves {max(rest, 0.0):.2f} GiB of each core's HBM to the KV cache, of the "
-        fact += f"{used:.2f} x {hbm:g} GiB that vLLM uses; vllm-neuron does not start below {MIN_KV_GIB:.2f} GiB"
+        fact += f"{used:.2f} x {hbm:g} GiB that vLLM uses; vllm-neuron does not start below {vllm.MIN_KV_GIB:.2f} GiB"
         yield case.problem("hbm-exceeded", ("tp_degree",), fact, "raise tp_degree, or use a smaller model")
 
 
@@ -153,7 +142,7 @@ def buckets_are_the_plugins(case: Case) -> Iterator[Problem]:
 def plugin_serves_adapters(case: Case) -> Iterator[Problem]:
     """The CPU back end serves adapters, and so does the plugin on NxD Inference since 0.4."""
     for release in releases(case) if case.model.adapters else ():
-        if release.back_end == "neuron" or version_of(release.vllm) < LORA_SINCE:
+        if release.back_end == "neuron" or vllm.version_of(release.vllm) < vllm.LORA_SINCE:
             fact = f"vllm-neuron {release.plugin} does not serve LoRA adapters"
             others = _plugins(case, "0.4", "0.5")
             hint = f"set engines.vllm.plugin: {others}, or merge the adapter" if others else "merge the adapter"
