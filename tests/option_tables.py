@@ -1,4 +1,4 @@
-"""Writes placements/rules/options/tables.json from the recorded contracts: ``python -m tests.option_tables``.
+"""Writes the options.json of engines from the recorded contracts: ``python -m tests.option_tables``.
 
 ``KINDS`` holds the kinds that a contract does not show: those of options whose default is None or an expression.
 """
@@ -13,10 +13,13 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parent.parent
 CONTRACTS = ROOT / "tests" / "contracts"
-TABLES = ROOT / "placements" / "rules" / "options" / "tables.json"
 
 TNX = "transformers_neuronx"
 NXD = "neuronx_distributed_inference"
+FILES = {  # package -> its options
+    TNX: ROOT / "placements" / "engines" / "transformers_neuronx" / "options.json",
+    NXD: ROOT / "placements" / "engines" / "nxd_inference" / "options.json",
+}
 CONFIG = f"{NXD}.models.config"
 LORA = f"{NXD}.modules.lora_serving.config.LoraServingConfig"
 CONFIGS = {  # package -> the classes whose options a spec may set
@@ -193,10 +196,12 @@ def _constructor(recorded: Any, name: str) -> Iterator[RecordedOption]:
     yield from (option for option in options(recorded, dotted) if option.name not in ("config", "debug"))
 
 
-def text() -> str:
-    """Returns the JSON file: an object for each table, one line for each option."""
+def text(package: str) -> str:
+    """Returns the JSON file of a package: an object for each table, one line for each option."""
     blocks = []
     for table, options_found in tables().items():
+        if table.partition(":")[0].partition(".")[0] != package:
+            continue
         known = versions(contract(table.partition(":")[0].partition(".")[0]))
         rows = (f"    {_json(option.name)}: {_json(_row(table, option, known))}" for option in options_found)
         blocks.append(f"  {_json(table)}: {{\n" + ",\n".join(rows) + "\n  }")
@@ -215,4 +220,5 @@ def _row(table: str, option: RecordedOption, known: list[str]) -> dict[str, str]
 
 
 if __name__ == "__main__":
-    TABLES.write_text(text())
+    for package, path in FILES.items():
+        path.write_text(text(package))

@@ -7,16 +7,19 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from placements.engines.capabilities import Capabilities
+from placements.engines.nxd_inference.capabilities import NXD_FAMILIES, NXD_VERSIONS
+from placements.engines.optimum_neuron.capabilities import OPTIMUM_FAMILIES
+from placements.engines.options import FIELDS, PACKAGED, UNSERVED, Option
+from placements.engines.options import TABLES as OPTION_TABLES
+from placements.engines.registry import ENGINES, serves
 from placements.facts.checkpoints import FAMILIES
-from placements.facts.engines import NXD_FAMILIES, NXD_VERSIONS, OPTIMUM_FAMILIES, PACKAGES, serves
 from placements.facts.topology import DEGREES, LNC_CHOICES, TOPOLOGIES, Topology
-from placements.rules.options.tables import FIELDS, UNSERVED, Option
-from placements.rules.options.tables import TABLES as OPTION_TABLES
 from placements.spec.json_schema import json_schema
 from placements.spec.notation import TYPE_IN_WORDS
 
 _BLOCK = re.compile(
-    r"(?P<begin><!-- generated from the (?:schema|topology|contracts): (?P<name>[a-z]+) -->\n)"
+    r"(?P<begin><!-- generated from the (?:schema|topology|contracts|engines): (?P<name>[a-z]+) -->\n)"
     r".*?(?P<end><!-- end of generated -->)",
     re.DOTALL,
 )
@@ -25,13 +28,15 @@ OPTIMUM_NAMES = {"tnx": "0.0.28", "nxd": "0.4"}  # by what Optimum Neuron is bui
 _Schema = Mapping[str, Any]
 
 
-def renewed(page: str) -> str:
+def renewed(page: str, tables: Mapping[str, Callable[[], str]] | None = None) -> str:
     """The page with each generated block made anew. KeyError for a block of a name that is no table's.
 
     A block stands between ``<!-- generated from the schema: NAME -->`` (or ``topology``, ``contracts``) and
     ``<!-- end of generated -->``.
     """
-    return _BLOCK.sub(lambda match: match["begin"] + "\n" + TABLES[match["name"]]() + "\n" + match["end"], page)
+    return _BLOCK.sub(
+        lambda match: match["begin"] + "\n" + (tables or TABLES)[match["name"]]() + "\n" + match["end"], page
+    )
 
 
 def _file() -> str:
@@ -140,14 +145,63 @@ def _series(option: Option) -> str:
 
 def _owned() -> str:
     lines = ["| engine | option | field |", "|---|---|---|"]
-    for engine, package in PACKAGES.items():
+    for package, engine in PACKAGED.items():
         by_field: dict[str, list[str]] = {}
         for table in (f"{package}.NeuronConfig", package):
             for name, field in FIELDS.get(table, {}).items():
                 by_field.setdefault(field, []).append(f"`{name}`")
-        lines.extend(f"| {engine} | {', '.join(names)} | {field} |" for field, names in by_field.items())
+        lines.extend(f"| {engine.engine} | {', '.join(names)} | {field} |" for field, names in by_field.items())
     return "\n".join(lines) + "\n"
 
+
+def _abilities() -> str:
+    """By engine, what a model on it may set."""
+    lines = [
+        "| engine | default `dtype` | `quantize` | `quantize_kv` | `draft` | adapters | `engine_options` of its own |"
+    ]
+    lines.append("|---|---|---|---|---|---|---|")
+    for name, engine in ENGINES.items():
+        quantize = ", ".join(engine.quantize) or "-"
+        if engine.quantize and engine.unquantized:
+            quantize += f"; not {' and '.join(sorted(engine.unquantized))}"
+        cells = (
+            f"`{name}`",
+            engine.dtype,
+            quantize,
+            ", ".join(engine.quantize_kv) or "-",
+            ", ".join(f"`{method}`" for method in engine.drafts) or "-",
+            "yes" if engine.serves_adapters else "-",
+            ", ".join(f"`{option}`" for option in engine.options) or "-",
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _versions() -> str:
+    """By engine, its versions, machines and families."""
+    lines = ["| engine | versions | machines | families | not served |", "|---|---|---|---|---|"]
+    for name, engine in ENGINES.items():
+        if engine.families:
+            machines = [machines for machines in DEGREES if engine.runs_in(machines)]
+            shown = [f"{each} up to {engine.newest(each)}" if engine.newest(each) else each for each in machines]
+            versions = f"{engine.versions[0]} to {engine.versions[-1]}" if engine.versions else "-"
+            reasons: dict[str, list[str]] = {}
+            for family, why in engine.refused.items():
+                reasons.setdefault(why, []).append(family)
+            refused = "; ".join(f"{', '.join(families)}: {why}" for why, families in reasons.items()) or "-"
+            families = ", ".join(_since(family, engine) for family in engine.families)
+            cells = (f"`{name}`", versions, ", ".join(shown), families, refused)
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _since(family: str, engine: Capabilities) -> str:
+    first = next((version for version in engine.versions if engine.serves(family, version=version)), "")
+    return f"{family} (from {first} on)" if first and first != engine.versions[0] else family
+
+
+ENGINE_TABLES: Mapping[str, Callable[[], str]] = {"abilities": _abilities, "versions": _versions}
+"""What can be generated of docs/engines.md, in the order of the page."""
 
 TABLES: Mapping[str, Callable[[], str]] = {
     "file": _file,

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from placements.engines.registry import NAMES
+
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("placements", "workers", "orchestrator")  # each may import those before it
 HEAVY = {"torch", "transformers", "numpy", "safetensors"}
@@ -63,25 +65,43 @@ def imports(path: Path, *, anywhere: bool = True) -> set[str]:
 # `neff_cache`, and `compiling` requests the units to compile from both.
 LAYERS: dict[str, set[str]] = {
     "placements.facts": set(),
-    "placements.spec": {"placements.facts"},
-    "placements.resources": {"placements.facts", "placements.spec"},
+    "placements.engines": {"placements.facts"},
+    "placements.spec": {"placements.engines", "placements.facts"},
+    "placements.engines.memory": {"placements.engines", "placements.facts", "placements.spec"},
+    "placements.resources": {
+        "placements.engines",
+        "placements.engines.memory",
+        "placements.facts",
+        "placements.spec",
+    },
     "placements.planner": {
+        "placements.engines",
         "placements.facts",
         "placements.resources",
         "placements.spec",
     },
     "placements.rules": {
+        "placements.engines",
+        "placements.engines.memory",
         "placements.facts",
         "placements.planner",
         "placements.resources",
         "placements.spec",
     },
+    "placements.engines.rules": {
+        "placements.engines",
+        "placements.facts",
+        "placements.rules",
+        "placements.spec",
+    },
     "placements.lmi": {
+        "placements.engines",
         "placements.facts",
         "placements.rules",
         "placements.spec",
     },
     "placements.explain": {
+        "placements.engines",
         "placements.facts",
         "placements.planner",
         "placements.resources",
@@ -226,6 +246,8 @@ LAYERS: dict[str, set[str]] = {
         "orchestrator.simulate",
     },
 }
+# The modules of one name in the folders of engines, which are a room together.
+PARTS_OF_ENGINES = {"placements.engines.memory", "placements.engines.rules"}
 # Settings that `up` writes and every gateway reads: values below the gateway's own modules.
 SHARED = {"orchestrator.gateway.settings"}
 
@@ -235,9 +257,12 @@ def module_of(path: Path) -> str:
 
 
 def folder_of(module: str) -> str:
-    """The room of a module: a folder of a package, or one within it that has a row of its own."""
-    inner = ".".join(module.split(".")[:3])
-    return inner if inner in LAYERS else ".".join(module.split(".")[:2])
+    """The room of a module: a folder of a package, or one within it that has a row of its own; or a part of engines."""
+    parts = module.split(".")
+    inner, part = ".".join(parts[:3]), ".".join((*parts[:2], parts[-1]))
+    if part in PARTS_OF_ENGINES:
+        return part
+    return inner if inner in LAYERS else ".".join(parts[:2])
 
 
 @cache
@@ -345,7 +370,8 @@ def test_no_class_name_occurs_twice() -> None:
 def test_every_room_and_module_has_a_docstring() -> None:
     """Each folder and each file states its subject; docs/architecture.md shows those of the rooms."""
     files = [path for package in PACKAGES for path in sources(package)]
-    assert {folder_of(module_of(path)) for path in files if path.name == "__init__.py"} >= LAYERS.keys()
+    rooms = {folder_of(module_of(path)) for path in files if path.name == "__init__.py"}
+    assert rooms >= LAYERS.keys() - PARTS_OF_ENGINES
     assert [str(path.relative_to(ROOT)) for path in files if not ast.get_docstring(tree_of(path))] == []
 
 
@@ -400,6 +426,73 @@ BOUNDARIES = (
     "workers/host/task_boundary.py",
     "workers/serving/",
 )
+
+
+# Where an engine may be compared by its name: its own folder, the registry, what reads and imports specs, and the
+# tables of AWS's images that `doctor --bootstrap` prints.
+MAY_NAME_ENGINES = ("placements/engines/", "placements/lmi/", "placements/spec/", "workers/engines/")
+TABLES_OF_IMAGES = {("orchestrator/cli/bootstrap.py", name) for name in ("PREFERRED", "NEURON")}
+WORDS = {"cpu", "echo", "server"}  # names that are also compared with other things
+
+
+def decides_by_name(node: ast.AST) -> bool:
+    """Returns whether a node compares with an engine's name, matches it, has it as a key, or lists it for a look-up."""
+    if isinstance(node, ast.Compare):
+        parts: list[ast.expr | None] = [node.left, *node.comparators]
+    elif isinstance(node, ast.Match):
+        parts = [each.value for case in node.cases for each in ast.walk(case) if isinstance(each, ast.MatchValue)]
+    elif isinstance(node, ast.Dict):
+        parts = list(node.keys)
+    elif isinstance(node, ast.Set | ast.Tuple | ast.List):
+        parts = list(node.elts)
+    else:
+        return False
+    texts = {part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str)}
+    named, of = texts & set(NAMES), ast.unparse(node.subject if isinstance(node, ast.Match) else node)
+    if isinstance(node, ast.Compare | ast.Match):  # `runs_on` is not a name
+        return bool(named - WORDS or (named and "engine" in of and "runs_on" not in of))
+    return bool(named - WORDS or (len(named) > 1 and texts == named))
+
+
+def targets_of(node: ast.AST) -> set[str]:
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+    return {target.id for target in targets if isinstance(target, ast.Name)}
+
+
+@pytest.mark.parametrize("package", ["placements", "orchestrator"])
+def test_only_engines_decide_by_the_name_of_an_engine(package: str) -> None:
+    """Other code reads what the engine can do: an engine is added by its folders and one line of the registry."""
+    found = []
+    for path in sources(package):
+        name = str(path.relative_to(ROOT))
+        if not name.startswith(MAY_NAME_ENGINES):
+            tables = [
+                node for node in tree_of(path).body if {(name, each) for each in targets_of(node)} & TABLES_OF_IMAGES
+            ]
+            allowed = {id(inner) for node in tables for inner in ast.walk(node)}
+            nodes = (node for node in ast.walk(tree_of(path)) if id(node) not in allowed and decides_by_name(node))
+            found += [f"{name}:{node.lineno}" for node in nodes if isinstance(node, ast.expr | ast.stmt)]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ('model.engine == "cpu"', True),
+        ('routes.kind == "cpu"', False),
+        ('engine in ("auto", "vllm")', True),
+        ('engine == "auto"', False),
+        ('engine.runs_on == "server"', False),
+        ('{"nxd-inference": 1}', True),
+        ('{"server": 1, "auto": 2}', False),
+        ('OF = {"cpu", "echo"}', True),
+        ('match engine:\n case "echo":\n  pass', True),
+        ('works(engine="cpu")', False),
+    ],
+)
+def test_names_of_engines_are_found_where_they_decide(code: str, expected: bool) -> None:
+    """A word that is also an engine's name counts where an engine is compared, or engines are listed."""
+    assert any(map(decides_by_name, ast.walk(ast.parse(code)))) == expected
 
 
 def hides_errors(node: ast.AST) -> bool:

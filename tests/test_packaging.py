@@ -43,7 +43,7 @@ def test_the_wheel_holds_the_three_packages_and_the_demo(tmp_path: Path) -> None
         "placements/facts/neuron_sdks.csv",
         "placements/facts/neuron_environments.csv",
         "placements/lmi/settings.json",
-        "placements/rules/options/tables.json",
+        "placements/engines/nxd_inference/options.json",
         "placements/spec/other_names.json",
         "workers/engines/surfaces/transformers_neuronx.json",
         "orchestrator/cli/specs/machine.yaml",

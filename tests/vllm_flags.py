@@ -1,7 +1,7 @@
 """Records the flags of an installed vLLM: ``PYTHON tests/vllm_flags.py``, in its interpreter, prints them as JSON.
 
 tests/contracts/vllm.json has the result for the vLLM of each release of its Neuron plugin, and of the CPU build.
-``python -m tests.vllm_flags --table`` derives placements/rules/options/vllm.json from it.
+``python -m tests.vllm_flags --table`` derives placements/engines/vllm/flags.json from it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 CONTRACT = ROOT / "tests" / "contracts" / "vllm.json"
-TABLE = ROOT / "placements" / "rules" / "options" / "vllm.json"
+TABLE = ROOT / "placements" / "engines" / "vllm" / "flags.json"
 
 PARSERS = ("vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.openai.cli_args")  # the former from 0.25 on
 ARGUMENTS = ("vllm.utils.argparse_utils", "vllm.utils")

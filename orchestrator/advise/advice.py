@@ -17,8 +17,8 @@ from orchestrator.simulate.run import Fixed, simulate
 from orchestrator.simulate.scenario import Arrival, SimModel, scenario_of
 from orchestrator.simulate.simulated_queue import Measured
 from orchestrator.simulate.workload import Lengths, Workload
+from placements.engines.registry import Engine
 from placements.facts.checkpoints import Checkpoint
-from placements.facts.engines import Engine
 from placements.facts.topology import DEGREES, TOPOLOGIES
 from placements.planner.plan import Plan, plan
 from placements.resources.calibration import MeasuredSpeed

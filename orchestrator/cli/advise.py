@@ -28,7 +28,7 @@ from orchestrator.cli.output import Format, complain, say, show, write
 from orchestrator.process.failure import Failed
 from orchestrator.simulate.speeds import read_speeds, reported_speeds
 from orchestrator.simulate.trace_file import InvalidTrace, read_trace
-from placements.facts.engines import ENGINES, HOST_ENGINES, SERVER_ENGINES, Engine
+from placements.engines.registry import CHOICES, Engine, capabilities
 from placements.facts.plural import counted
 from placements.facts.topology import DEGREES, TOPOLOGIES
 from placements.resources.calibration import MeasuredSpeed
@@ -119,9 +119,9 @@ def _measured(speeds: Path | None, offline: bool) -> tuple[MeasuredSpeed, ...]:
 
 
 def _engine(name: str) -> Engine:
-    for engine in ENGINES:
-        if engine == name and engine not in HOST_ENGINES | SERVER_ENGINES - {"vllm"} | {"torch-neuronx"}:
-            return engine
+    engine = capabilities(name)
+    if name in CHOICES and engine.runs_on != "cpus" and not engine.forwards and "generate" in engine.kinds:
+        return name
     raise typer.BadParameter(f"{name!r} is not an engine for Neuron cores", param_hint="--engine")
 
 

@@ -8,32 +8,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from orchestrator.process.text_table import columns
-from placements.facts import vllm
-from placements.facts.engines import (
+from placements.engines.capabilities import Capabilities
+from placements.engines.cpu.capabilities import FIRST_TRANSFORMERS
+from placements.engines.registry import (
+    AUTO_ENCODER,
     AUTO_ENGINES,
-    CPU_TRANSFORMERS,
+    ENGINES,
     HOST_ENGINES,
-    NXD_FAMILIES,
-    NXD_VERSIONS,
-    OPTIMUM_FAMILIES,
-    TNX_FAMILIES,
-    TRACED_FAMILIES,
     Engine,
-    reaches,
-    series,
-    serves,
-)
-from placements.facts.neuron_releases import (
-    SDKS,
-    Environment,
-    Sdk,
-    environments_on,
-    next_series,
-    sdk_named,
+    candidates_of,
+    capabilities,
     sdks_with,
-    unsupported,
 )
+from placements.engines.vllm.capabilities import RELEASES, release_for
+from placements.facts.neuron_releases import SDKS, Environment, Sdk, environments_on, next_series, sdk_named
 from placements.facts.topology import TOPOLOGIES
+from placements.facts.versions import reaches, series
 from placements.spec.problems import Problem
 from workers.host.interpreter import Interpreter, refusal, vllm_refusal
 
@@ -141,7 +131,7 @@ def bootstrap(situation: MachineSituation) -> Bootstrap:
     """
     instance = situation.here or situation.instance or DEFAULT_INSTANCE
     machines = _family(instance)
-    named = {model.engine for model in situation.models} - HOST_ENGINES - {"auto", "server"}
+    named = {model.engine for model in situation.models if model.engine in NEURON}
     here = set(situation.installed.values())
     sdk = _release(named, machines, here) if situation.sdk is None else sdk_named(situation.sdk)
     if sdk is None:
@@ -155,8 +145,9 @@ def bootstrap(situation: MachineSituation) -> Bootstrap:
     models = tuple(_served(model, engines) for model in situation.models)
     used = {model.engine for model in models}
     working = {entry.engine for entry in engines if entry.works}
-    hosting = {"nxd-inference" if engine == "torch-neuronx" else engine for engine in used}
-    preferred = sorted((*AUTO_ENGINES, "vllm"), key=lambda engine: engine not in hosting)
+    hosting = {capabilities(engine).beside or engine for engine in used if engine is not None}
+    launched = (name for name, engine in ENGINES.items() if engine.launches)
+    preferred = sorted((*AUTO_ENGINES, *launched), key=lambda engine: engine not in hosting)
     environments = (environment_of(sdk, os, engine) for engine in preferred if engine in working)
     environment = next(item for item in environments if item is not None)
     problems = [
@@ -171,22 +162,24 @@ def bootstrap(situation: MachineSituation) -> Bootstrap:
 def _release(named: set[Engine], machines: str, here: set[str]) -> Sdk | None:
     """Returns the last release with all engines, of a series of NxD Inference that was tested, and of the series that
     are ``here`` if one of them is such; with the first of the preferred engines if no release has all."""
-    engines = sorted(named - {"torch-neuronx", "optimum-neuron"}) or [PREFERRED[0]]
+    engines = sorted(name for name in named if not ENGINES[name].absent) or [PREFERRED[0]]
     releases = [set(sdks_with(engine, machines)) for engine in engines]
     common = [sdk for sdk in SDKS if all(sdk in having for having in releases)]
-    tested = [sdk for sdk in common if "nxd-inference" not in engines or series(sdk.nxd_inference) in NXD_VERSIONS]
+    tested = [sdk for sdk in common if all(_is_tested(sdk, ENGINES[name]) for name in engines)]
     if tested:
         return max(tested, key=lambda sdk: (sdk.series in here, SDKS.index(sdk)))
     return None if engines == [PREFERRED[0]] else _release(set(), machines, here)
 
 
+def _is_tested(sdk: Sdk, engine: Capabilities) -> bool:
+    return not engine.versions or series(str(getattr(sdk, engine.module))) in engine.versions
+
+
 def _served(model: ModelReading, engines: Sequence[EngineEntry]) -> ModelEntry:
     """Returns the engine of a model on the image."""
-    if model.engine in HOST_ENGINES or model.engine == "server":
+    if model.engine in HOST_ENGINES or capabilities(model.engine).forwards:
         return ModelEntry(model.name, model.family, model.engine)
-    candidates: tuple[Engine, ...] = (model.engine,)
-    if model.engine == "auto":
-        candidates = AUTO_ENGINES if model.kind == "generate" else ("torch-neuronx",)
+    candidates = candidates_of(model.engine if model.kind == "generate" or model.engine != "auto" else AUTO_ENCODER)
     reasons = []
     for candidate in candidates:
         entry = next(entry for entry in engines if entry.engine == candidate)
@@ -210,7 +203,8 @@ def _steps(
     wheel = f"./corewright-{situation.corewright}-py3-none-any.whl[json]"
     spec = situation.spec or "fleet.yaml"
     steps = [_image(situation, sdk, environment)]
-    if environment.engine == "vllm":  # its Python stays as it is
+    launches = ENGINES[environment.engine].launches
+    if launches:  # its Python stays as it is
         commands = ("python3 -m venv ~/corewright", "source ~/corewright/bin/activate", f"pip install '{wheel}'")
         steps.append(BootstrapStep("Install corewright into an environment of its own", commands, (BUILD,)))
     else:
@@ -227,13 +221,15 @@ def _steps(
         conflict = "If the dry run reports a conflict, stop: corewright must not change the engine's packages."
         title = "Check that no package of the image changes, then install corewright"
         steps.append(BootstrapStep(title, commands, (BUILD, conflict)))
-    own = f"{environment.path}/bin/python" if environment.engine != "vllm" else ""
+    own = f"{environment.path}/bin/python" if not launches else ""
     others = [entry for entry in engines if entry.works and entry.python != own and (not used or entry.engine in used)]
     if others:
         lines = ("engines:", *(f"  {entry.engine}: {{{_settings(entry, instance)}}}" for entry in others))
-        remarks = tuple(f"Steps 2 and 3 also for {entry.engine}." for entry in others if entry.engine != "vllm")
+        remarks = tuple(
+            f"Steps 2 and 3 also for {entry.engine}." for entry in others if not ENGINES[entry.engine].launches
+        )
         steps.append(BootstrapStep("Set the interpreters of other engines in the spec", lines, remarks))
-    verbs = ("doctor", "up") if environment.engine == "vllm" else ("doctor", "compile", "up")
+    verbs = ("doctor", "up") if launches else ("doctor", "compile", "up")
     start = tuple(f"corewright {verb} {spec}" for verb in verbs)
     steps.append(BootstrapStep("Check the machine, and start the fleet", start))
     if situation.here is None:
@@ -246,8 +242,8 @@ def _steps(
 
 def _settings(entry: EngineEntry, instance: str) -> str:
     """Returns the settings of an engine in ``engines``: its Python, and vLLM's plugin if it is not the default one."""
-    release = next((item for item in vllm.RELEASES if item.vllm == series(entry.version or "")), None)
-    if entry.engine != "vllm" or release in (None, vllm.release_for(_family(instance))):
+    release = next((item for item in RELEASES if item.vllm == series(entry.version or "")), None)
+    if not ENGINES[entry.engine].launches or release in (None, release_for(_family(instance))):
         return f"python: {entry.python}"
     return f'python: {entry.python}, plugin: "{release.plugin}"'
 
@@ -295,7 +291,7 @@ def _unserved(reading: ModelReading, model: ModelEntry, sdk: Sdk, machines: str)
 def _releases(machines: str) -> str:
     """Returns the releases with each engine, as a hint."""
     spans = []
-    for engine in (*PREFERRED, "transformers-neuronx"):
+    for engine in dict.fromkeys((*PREFERRED, *AUTO_ENGINES)):
         having = [sdk.series for sdk in sdks_with(engine, machines)]
         if having:
             spans.append(f"{engine} {having[0]} to {having[-1]}")
@@ -305,7 +301,7 @@ def _releases(machines: str) -> str:
 NEURON: tuple[Engine, ...] = ("nxd-inference", "vllm", "transformers-neuronx", "torch-neuronx", "optimum-neuron")
 COLUMNS = ("ENGINE", "VERSION", "PYTHON", "MODELS OR REASON")
 ANY = "families of its vLLM, not checked"
-_FAMILIES = sorted({*NXD_FAMILIES, *TNX_FAMILIES, *TRACED_FAMILIES}.union(*OPTIMUM_FAMILIES.values()))
+_FAMILIES = sorted({family for engine in ENGINES.values() for family in engine.families})
 
 
 @dataclass(frozen=True)
@@ -331,20 +327,17 @@ class EngineEntry:
 
 def entry(engine: Engine, version: str, python: str, machines: str | None) -> EngineEntry:
     """Returns the entry of a version in an interpreter. ``machines`` None: any family of machines."""
-    reason = None if machines is None else unsupported(engine, version, machines)
-    if reason or engine == "vllm":
-        return EngineEntry(engine, version, python, (), reason)
-    return EngineEntry(
-        engine, version, python, tuple(name for name in _FAMILIES if serves(engine, name, machines, version or None))
-    )
+    able = ENGINES[engine]
+    reason = None if machines is None else able.unsupported(version, machines)
+    families = () if reason or able.own_families else _FAMILIES
+    served = tuple(name for name in families if able.serves(name, machines, version or None))
+    return EngineEntry(engine, version, python, served, reason)
 
 
 def absent(engine: Engine, machines: str | None) -> str:
     """Returns where an engine that is not there can be had."""
-    if engine == "torch-neuronx":
-        return f"needs torch-neuronx beside transformers {CPU_TRANSFORMERS} or later"
-    if engine == "optimum-neuron":
-        return "not in AWS's images; see docs/engines.md"
+    if ENGINES[engine].absent:
+        return ENGINES[engine].absent
     if machines is None:
         return "not installed"
     releases = sdks_with(engine, machines)
@@ -361,9 +354,9 @@ def on_image(sdk: Sdk, os: str, machines: str) -> tuple[EngineEntry, ...]:
         python = f"{environment.path}/bin/python"
         if environment.os == os:
             entries.append(entry(environment.engine, environment.version_in(sdk), python, machines))
-            has_nxd = environment.engine == "nxd-inference" and sdk.transformers
-            if has_nxd and reaches(sdk.transformers, CPU_TRANSFORMERS):
-                entries.append(entry("torch-neuronx", environment.torch, python, machines))
+            if sdk.transformers and reaches(sdk.transformers, FIRST_TRANSFORMERS):
+                beside = [name for name, engine in ENGINES.items() if engine.beside == environment.engine]
+                entries += [entry(name, environment.torch, python, machines) for name in beside]
     return _best(entries, machines)
 
 
@@ -374,22 +367,18 @@ def on_machine(
     entries = []
     minor = ".".join(python.split(".")[:2])
     for interpreter in interpreters:
-        versions = {
-            **interpreter.engines,
-            "vllm": interpreter.packages.get("vllm") if "vllm-neuron" in interpreter.packages else None,
-            "torch-neuronx": interpreter.packages.get("torch-neuronx"),
-        }
         for engine in NEURON:
-            if version := versions.get(engine):
+            able = ENGINES[engine]
+            if version := able.version_among(interpreter.packages):
                 item = entry(engine, version, interpreter.python, machines)
                 refused = (
                     vllm_refusal(interpreter, None)
-                    if engine == "vllm"
+                    if able.launches
                     else refusal(interpreter, engine, ray=ray, python_minor=minor, corewright=corewright)
                 )
                 if item.works and refused is not None:
                     reason = refused.what.removeprefix(f"{interpreter.python} ")
-                    if engine != "vllm" and interpreter.corewright is None:
+                    if not able.launches and interpreter.corewright is None:
                         reason = "has no corewright; `corewright doctor --bootstrap` shows how to install it"
                     item = EngineEntry(engine, version, interpreter.python, (), reason)
                 entries.append(item)
@@ -414,7 +403,7 @@ def best_os(sdk: Sdk, engines: Iterable[Engine], machines: str, installed: Colle
     wanted = set(engines)
     having: dict[str, list[Environment]] = {}
     for item in environments_on(sdk):
-        if item.engine in wanted and unsupported(item.engine, item.version_in(sdk), machines) is None:
+        if item.engine in wanted and ENGINES[item.engine].unsupported(item.version_in(sdk), machines) is None:
             having.setdefault(item.os, []).append(item)
     return max(
         having, key=lambda os: (any(item.path in installed for item in having[os]), len(having[os])), default=None

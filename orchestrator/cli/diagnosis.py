@@ -9,13 +9,13 @@ from typing import Any
 from orchestrator.cli.bootstrap import EngineEntry, on_machine
 from orchestrator.cli.output import fields_of
 from orchestrator.messages.fleet_status import ReplicaInFleet
+from placements.engines.registry import AUTO_ENGINES, ENGINES, candidates_of, capabilities
+from placements.engines.transformers_neuronx.capabilities import MISREAD_HINT
+from placements.engines.vllm.capabilities import VllmNeuron
 from placements.facts.core_range import runs
-from placements.facts.engines import AUTO_ENGINES, runs_on
 from placements.facts.neuron_releases import sdk_of
 from placements.facts.plural import plural
-from placements.facts.tnx_families import MISREAD_HINT, hides_rope
 from placements.facts.topology import TOPOLOGIES
-from placements.facts.vllm import VllmNeuron
 from placements.spec.problems import Problem, in_order
 from workers.engines.package_contract import Drift
 from workers.host.facts.machine import HostFacts, Owner, owners
@@ -229,14 +229,15 @@ def interpreter_problems(
         for engine in reading.needed_for or (None,):
             required = None if engine == "auto" else engine
             refused = refusal(interpreter, required, ray=ray, python_minor=minor, corewright=corewright)
-            if engine == "vllm":
+            if engine is not None and capabilities(engine).launches:
                 refused = vllm_refusal(interpreter, reading.release)
             if refused is not None:
                 problems.append(Problem(refused.id, "error", reading.where, refused.what, refused.hint))
                 break  # a problem of an interpreter concerns all of its engines
-        if {"auto", "transformers-neuronx"} & set(reading.needed_for) and hides_rope(interpreter.packages):
+        needed = dict.fromkeys(name for engine in reading.needed_for for name in candidates_of(engine))
+        for engine in [name for name in needed if ENGINES[name].hides_settings(interpreter.packages)]:
             version = interpreter.packages["transformers"]
-            message = f"{interpreter.python}: transformers-neuronx does not read rope_theta with transformers {version}"
+            message = f"{interpreter.python}: {engine} does not read rope_theta with transformers {version}"
             message += ": gpt_neox models, and models with another rope_theta than the package's default, do not start"
             problems.append(Problem("rotary-misread", "warning", reading.where, message, MISREAD_HINT))
         if "auto" in reading.needed_for and not any(other.interpreter.engines for other in readings):
@@ -259,9 +260,9 @@ def _engine_problems(readings: Readings) -> list[Problem]:
                 message = f"{drift.engine} in {python}: {'; '.join(lines[:MOST_LINES])}{more}"
                 hint = "test a model with it first; `doctor -o json` lists every difference"
                 problems.append(Problem("engine-drift", "warning", reading.where, message, hint))
-            engine = next((name for name in AUTO_ENGINES if name == drift.engine), None)
-            if topology and engine and drift.installed and not runs_on(engine, topology.family, drift.installed):
-                message = f"{engine} {drift.installed} in {python} does not run on {topology.family}"
+            runs = topology is None or capabilities(drift.engine).runs_in(topology.family, drift.installed)
+            if drift.installed and not runs and topology is not None:
+                message = f"{drift.engine} {drift.installed} in {python} does not run on {topology.family}"
                 hint = "models with this engine do not load here; use another engine or an older SDK"
                 problems.append(Problem("engine-unsupported-here", "warning", reading.where, message, hint))
     return problems

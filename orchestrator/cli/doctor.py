@@ -24,11 +24,11 @@ from orchestrator.control.resolve.spec_file import SpecFile, load, start_problem
 from orchestrator.process.failure import Failed
 from orchestrator.process.text_table import columns
 from orchestrator.process.version import corewright_version
+from placements.engines.registry import ENGINES, NAMES, candidates_of, capabilities, resolve
+from placements.engines.vllm.capabilities import VllmNeuron
 from placements.facts.core_range import runs
-from placements.facts.engines import AUTO_ENGINES, NAMED_ENGINES, resolve
 from placements.facts.neuron_releases import sdk_of
 from placements.facts.plural import counted
-from placements.facts.vllm import VllmNeuron
 from placements.spec.problems import Problem
 from workers.engines import package_contract
 from workers.engines.package_contract import Drift
@@ -164,18 +164,18 @@ def _needed(file: SpecFile | None) -> list[tuple[str | None, tuple[str, ...], st
     where: dict[str | None, str] = {}
     if file is not None and file.spec is not None and file.hosts:
         spec = file.spec
-        for engine in NAMED_ENGINES:
+        for engine in NAMES:
             python = spec.python_for(engine)
             if python is not None:
                 engines_of.setdefault(_place(python), [])
-                if engine == "vllm":  # the interpreter of a server needs no Ray, whether a model uses it or not
+                if ENGINES[engine].launches:  # the interpreter of a server needs no Ray, whether a model uses it or not
                     engines_of[_place(python)].append(engine)
                 where.setdefault(_place(python), spec.where("engines", engine, "python"))
         models = {resolve(model.engine, file.hosts[0], model.kind): model.name for model in reversed(spec.models)}
         for engine in sorted(models):
-            if engine == "auto" or engine in NEEDS or (engine == "vllm" and spec.python_for(engine) is None):
-                candidates = AUTO_ENGINES if engine == "auto" else (engine,)
-                pythons = (spec.python_for(candidate) for candidate in candidates)
+            launches = capabilities(engine).launches and spec.python_for(engine) is None
+            if engine == "auto" or engine in NEEDS or launches:
+                pythons = (spec.python_for(candidate) for candidate in candidates_of(engine))
                 for place in {_place(python) for python in pythons if python is not None} or {_place(None)}:
                     engines_of[place].append(engine)
                     where.setdefault(place, spec.where("models", models[engine], "engine"))

@@ -11,7 +11,7 @@ from orchestrator.cli.app import FAILED, FormatOption, argument, bad_parameter, 
 from orchestrator.cli.output import Format, say, show
 from orchestrator.process.failure import Failed
 from orchestrator.sagemaker.model_folder import PROPERTIES, content, label, lmi_models
-from placements.facts.engines import NAMED_ENGINES
+from placements.engines.registry import NAMES
 from placements.facts.topology import TOPOLOGIES
 from placements.lmi.importing import VERSION, as_dict, import_lmi
 from placements.lmi.settings import UnreadableSettings, read_environment
@@ -59,7 +59,7 @@ def import_from_lmi(
     if file is None and env is None:
         raise typer.BadParameter(f"nothing to import: pass a {PROPERTIES}, a folder or --env FILE")
     one_of("--instance", instance, TOPOLOGIES)
-    chosen = None if engine is None else one_of("--engine", engine, NAMED_ENGINES)
+    chosen = None if engine is None else one_of("--engine", engine, NAMES)
     with bad_parameter("--lmi-version"):
         version = None if lmi_version is None else _version(lmi_version)
     try:

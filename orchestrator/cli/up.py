@@ -29,6 +29,7 @@ from orchestrator.process.addresses import is_loopback
 from orchestrator.process.failure import Failed
 from orchestrator.process.home import FleetRecord, Home
 from orchestrator.process.waiting_notice import WaitingNotice
+from placements.engines.registry import capabilities
 from placements.explain.core_map import core_map
 from placements.planner.plan import Plan, plan
 from placements.planner.spec_hosts import host_groups, kept_hosts
@@ -95,7 +96,9 @@ def run_up(file: SpecFile, settings: Settings, ray_address: str | None = None, *
     home = Home.from_environment()
     options = settings.fill(
         UpOptions,
-        gateway=settings.fill(GatewaySettings, tokenizers=any(model.engine != "echo" for model in file.spec.models)),
+        gateway=settings.fill(
+            GatewaySettings, tokenizers=any(capabilities(model.engine).reads_checkpoint for model in file.spec.models)
+        ),
         store=store_settings(settings, home.store),
         config=settings.as_dicts(),
     )

@@ -18,6 +18,7 @@ import msgspec
 from orchestrator.control.resolve.offline_configs import OfflineConfigs
 from orchestrator.control.resolve.spec_file import SpecFile
 from orchestrator.process.home import Home
+from placements.engines.registry import capabilities
 from placements.planner.placement import Placement
 from placements.spec.schema import ModelSpec
 from workers.artifacts.fetch.artifact_fetcher import ArtifactFetcher, wanted_by, with_folders
@@ -31,7 +32,6 @@ from workers.messages.replica_config import ReplicaConfig
 from workers.messages.status import Failure
 from workers.neff_cache.candidates import compiled_elsewhere
 
-OF_WEIGHTS = ("nxd-inference", "optimum-neuron")  # their compiled artifacts are found by digests of the weights
 PREDICT_S = 600.0  # to import an engine's package, from a network disk
 
 Result = Literal["compiled", "pulled", "there", "nothing", "needs-device", "failed"]
@@ -216,7 +216,7 @@ class CompileAhead:
         """Predicts the artifacts from the small files of the sources, without weights. None if they are incomplete here
         and in the ``neff_cache``, if they depend on the weights, or if all sources are on this host."""
         nowhere = config.neff_cache is None and not self._home.compiled.is_dir()
-        if not wanted_by(config) or nowhere or config.engine in OF_WEIGHTS:
+        if not wanted_by(config) or nowhere or capabilities(config.engine).stores_shards:
             return None
         heads = self._offline.with_heads(config)
         predicted = heads if isinstance(heads, Failure) else self._predict(heads)

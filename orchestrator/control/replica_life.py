@@ -25,8 +25,8 @@ from orchestrator.control.start_times import parked_start, start_times
 from orchestrator.messages.replica_states import AHEAD, ENDING, STARTING, Signal, State
 from orchestrator.messages.route_table import remote_address
 from orchestrator.process.home import Home
+from placements.engines.registry import needs_neuron
 from placements.facts.core_range import CoreRange
-from placements.facts.engines import PACKAGES
 from workers.artifacts.fetch.artifact_fetcher import wanted_by
 from workers.artifacts.fetch.progress import FetchStatus
 from workers.host.neuron_faults import after_serving
@@ -361,7 +361,7 @@ class ReplicaLife:
         view, failure = self._view, Failure("replica-died", death)
         if view is None:
             return
-        if self.lives.state.configs[view.id].engine in (*PACKAGES, "torch-neuronx"):
+        if needs_neuron(self.lives.state.configs[view.id].engine):
             fault = (await self._last_log(view)).fault
             if fault is not None:
                 failure = after_serving(fault) if view.served else fault

@@ -9,8 +9,8 @@ from urllib.parse import urlsplit
 import msgspec
 
 from orchestrator.messages.replica_states import ModelState
+from placements.engines.registry import SERVER_ENGINES, capabilities
 from placements.facts.encoders import Kind
-from placements.facts.engines import SERVER_ENGINES
 from workers.messages.actor_message import actor_message
 from workers.messages.credentials import Credentials
 from workers.messages.status import ReplicaStatus
@@ -94,7 +94,7 @@ class ModelRoutes(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def forwards(self) -> bool:
         """Its replicas get the clients' own bodies."""
-        return self.engine == "server"
+        return capabilities(self.engine).forwards
 
     @property
     def reads_parts(self) -> bool:

@@ -12,9 +12,9 @@ from orchestrator.control.decisions.host_demand import START_S
 from orchestrator.control.resolve.spec_file import SpecFile
 from orchestrator.dispatch.dispatcher import QueueSettings
 from orchestrator.process.failure import Failed
+from placements.engines.capabilities import SHORTEST_BUCKET
+from placements.engines.registry import HOST_ENGINES, Engine, capabilities, resolve, takes_cores
 from placements.facts.checkpoints import Checkpoint
-from placements.facts.encoders import traced_batch, traced_lengths
-from placements.facts.engines import HOST_ENGINES, SHORTEST_BUCKET, Engine, resolve, takes_cores
 from placements.facts.topology import Host, Machine
 from placements.planner.spec_hosts import DEFAULT_EMULATION, hosts_for
 from placements.resources.calibration import MeasuredSpeed, calibrated
@@ -73,13 +73,11 @@ class SimModel:
         )
         if model.kind == "generate":
             return cls(model, speed, cores, buckets, buckets[-1])
-        longest, compiled_rows = buckets[-1], 0
-        if engine == "torch-neuronx":
-            buckets = traced_lengths(model.buckets.prefill, longest)
-            compiled_rows = traced_batch(model.max_batch, model.engine_options)
-        encoder = EncoderSpec(
-            model.max_batch, buckets, 1, 1, pads_to_longest=engine == "cpu", compiled_rows=compiled_rows
-        )
+        longest, compiled_rows, able = buckets[-1], 0, capabilities(engine)
+        if traces := able.traces(model.buckets.prefill, longest, model.max_batch, model.engine_options):
+            buckets, compiled_rows = traces
+        pads = able.pads_to_longest
+        encoder = EncoderSpec(model.max_batch, buckets, 1, 1, pads_to_longest=pads, compiled_rows=compiled_rows)
         return cls(model, speed, cores, buckets, longest, encoder)
 
     @property

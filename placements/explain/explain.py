@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter, itemgetter
 
+from placements.engines.registry import capabilities, may_run, resolve
 from placements.explain.explanation import (
     Constraint,
     ExplainedPlacement,
@@ -19,7 +20,6 @@ from placements.explain.explanation import (
 )
 from placements.explain.remedies import remedies
 from placements.facts.core_range import CoreRange, ranges
-from placements.facts.engines import may_run, resolve, runs_on
 from placements.facts.plural import counted
 from placements.facts.topology import DEGREES, Host, alignment
 from placements.planner.plan import Placement, Running, Unplaced, plan
@@ -256,7 +256,7 @@ class _Facts:
             return f"{topology.instance}: {topology.family} supports the degrees {_listed(DEGREES[topology.family])}"
         family = checkpoint.model_type if checkpoint else None
         if not may_run(resolve(model.engine, host, model.kind), host, family):
-            runs = runs_on(model.engine, topology.family)
+            runs = capabilities(model.engine).runs_in(topology.family)
             return f"{topology.instance}: {model.engine} " + (
                 f"does not serve {family} there" if runs else "does not run there"
             )

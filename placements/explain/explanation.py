@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
+from placements.engines.registry import takes_cores
 from placements.facts.checkpoints import Checkpoint
 from placements.facts.core_range import CoreRange
-from placements.facts.engines import takes_cores
 from placements.facts.plural import plural
 from placements.facts.topology import Host
 from placements.planner.plan import Placement, Plan, Running, plan

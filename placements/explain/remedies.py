@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from placements.engines.registry import capabilities, resolve
 from placements.explain.explanation import Question, Suggestion, Trial, changed, place_text, spots
 from placements.explain.other_places import MOST_HOSTS, near_pins, new_host, with_hosts
-from placements.facts.engines import resolve, runs_on
 from placements.facts.plural import counted
 from placements.facts.topology import DEGREES, TOPOLOGIES, Host
 from placements.planner.plan import Plan, plan
@@ -450,7 +450,7 @@ class _RemedySearch:
             for topology in sorted(
                 TOPOLOGIES.values(), key=lambda topology: (topology.family not in families, topology.cores)
             )
-            if topology.instance not in instances | _UNCERTAIN and runs_on(model.engine, topology.family)
+            if topology.instance not in instances | _UNCERTAIN and capabilities(model.engine).runs_in(topology.family)
         ]
         for template in (*templates.values(), *other_templates):
             if suits(model, template, question.checkpoints.get(model.name)):

@@ -1,1 +1,1 @@
-"""Facts about instance types, engines and checkpoints, each with its source."""
+"""Facts about instance types, releases and checkpoints, each with its source."""

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from placements.facts import encoders
 from placements.facts.encoders import ENCODERS, Kind
-from placements.facts.tnx_families import Reading
 
 
 class CheckpointError(Exception):
@@ -44,9 +43,6 @@ class ParameterCounts:
         return self.embedding + self.head + self.positions + self.matrices + self.small
 
 
-_AS_IT_IS = Reading()
-
-
 @dataclass(frozen=True)
 class Checkpoint:
     """The shape of a causal language model, or of an encoder without its head."""
@@ -66,7 +62,7 @@ class Checkpoint:
     embedding_dim: int | None = None  # width of an embedded token if it is not ``hidden`` (some opt models)
     stored_bytes: int | None = None  # bytes a parameter in the checkpoint's files; None: unknown
     window: int | None = None  # tokens that a token attends to, itself included; None: all before it
-    on_tnx: Reading = _AS_IT_IS  # how transformers-neuronx reads config.json
+    config: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)  # the decoded config.json
 
     @property
     def feed_forward_matrices(self) -> int:
@@ -117,7 +113,7 @@ class Checkpoint:
             max_positions=longest if kind == "generate" else encoders.longest_input(family, longest, config),
             stored_bytes=_stored_bytes(config),
             window=sliding_window(family, config),
-            on_tnx=Reading.of(config),
+            config=config,
         )
 
 

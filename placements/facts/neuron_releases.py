@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from placements.facts import vllm
-from placements.facts.engines import NXD_VERSIONS, Engine, reaches, runs_on, series
 from placements.facts.tables import read_table
+from placements.facts.versions import series
 
 CONTAINERS = "public.ecr.aws/neuron/pytorch-inference-neuronx"
 VLLM_CONTAINERS = "public.ecr.aws/neuron/pytorch-inference-vllm-neuronx"
@@ -47,11 +46,11 @@ class Environment:
     first: str  # the first release of the SDK whose image has it
     last: str  # the last one
     os: str  # "Ubuntu 24.04"
-    engine: Engine
+    engine: str
     path: str
     python: str  # "3.12"
     torch: str
-    vllm: str
+    vllm: str  # the version of vLLM, if that is the engine
     source: str
 
     @property
@@ -65,14 +64,13 @@ class Environment:
         return f"/aws/service/neuron/dlami/multi-framework/{self.os.lower().replace(' ', '-')}/latest/image_id"
 
     def version_in(self, sdk: Sdk) -> str:
-        """Returns the version of the engine's package in a release; of vLLM for ``vllm``."""
-        versions = {"nxd-inference": sdk.nxd_inference, "transformers-neuronx": sdk.transformers_neuronx}
-        return versions.get(self.engine, self.vllm)
+        """Returns the version of the engine's package in a release; of vLLM where vLLM is the engine."""
+        return self.vllm or str(getattr(sdk, self.engine.replace("-", "_")))
 
     def container_in(self, sdk: Sdk) -> str:
         """Returns the container image of a release with the same engine; "" without one."""
-        tag = sdk.vllm_container if self.engine == "vllm" else sdk.container
-        return f"{VLLM_CONTAINERS if self.engine == 'vllm' else CONTAINERS}:{tag}" if tag else ""
+        tag = sdk.vllm_container if self.vllm else sdk.container
+        return f"{VLLM_CONTAINERS if self.vllm else CONTAINERS}:{tag}" if tag else ""
 
 
 SDKS: tuple[Sdk, ...] = tuple(Sdk(**row) for row in read_table("facts/neuron_sdks.csv"))
@@ -111,31 +109,3 @@ def sdk_of(packages: Mapping[str, str]) -> str | None:
     matches = [sdk.series for sdk in SDKS if compiler and sdk.neuronx_cc and series(sdk.neuronx_cc) == series(compiler)]
     matches = matches or [sdk.series for sdk in SDKS if nxd and sdk.nxd_inference == nxd.split("+")[0]]
     return matches[0] if matches else None
-
-
-def unsupported(engine: Engine, version: str, machines: str) -> str | None:
-    """Returns why an engine in a version does not work on a family of machines; None: it does.
-
-    ``version`` is vLLM's for ``vllm``. Engines without such a limit, and versions that are not known, are accepted.
-    """
-    if engine == "nxd-inference" and version and not reaches(version, NXD_VERSIONS[0]):
-        return f"{version} is too old: {NXD_VERSIONS[0]} and later are supported"
-    if engine == "vllm" and version:
-        release = next((item for item in vllm.RELEASES if item.vllm == series(version)), None)
-        if release is None:
-            return f"{version} is of no supported release of vllm-neuron"
-        last = vllm.RELEASES.index(vllm.release_for(machines))
-        return None if vllm.RELEASES.index(release) <= last else f"{version} does not run on {machines}"
-    return None if runs_on(engine, machines, version or None) else f"{version} does not run on {machines}"
-
-
-def sdks_with(engine: Engine, machines: str) -> tuple[Sdk, ...]:
-    """Returns the releases whose images have an environment with an engine that works on a family of machines."""
-    return tuple(
-        sdk
-        for sdk in SDKS
-        if any(
-            item.engine == engine and unsupported(engine, item.version_in(sdk), machines) is None
-            for item in environments_on(sdk)
-        )
-    )

@@ -8,10 +8,17 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+_FOLDER = Path(__file__).parent.parent
+
+
+def has_table(path: str) -> bool:
+    """Returns whether there is a table of that path."""
+    return (_FOLDER / path).is_file()
+
 
 def read_table(path: str) -> Any:
     """Returns a table by its path in placements: the rows of a .csv as mappings, or the value of a .json."""
-    text = (Path(__file__).parent.parent / path).read_text()
+    text = (_FOLDER / path).read_text()
     return list(csv.DictReader(text.splitlines())) if path.endswith(".csv") else json.loads(text)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from placements.facts.engines import Engine
+from placements.engines.registry import Engine
 from placements.facts.topology import TOPOLOGIES, Host
 from placements.lmi.conversion import Conversion, SettingOutcome, line_of
 from placements.lmi.rows import ENGINES, HANDLERS, ROWS, reason_for

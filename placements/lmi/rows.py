@@ -9,11 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 
-from placements.facts.engines import Engine
+from placements.engines.options import UNSERVED
+from placements.engines.registry import Engine
 from placements.facts.tables import by_name, read_table
 from placements.lmi.conversion import TRUE, Conversion, Read, boolean, integer, lengths, one_of, text
 from placements.lmi.settings import IMAGE, MODEL_DATA, LmiSetting
-from placements.rules.options.tables import UNSERVED
 from placements.spec.notation import source_kind
 
 Row = Callable[[Conversion, LmiSetting], None]

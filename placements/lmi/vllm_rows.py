@@ -10,11 +10,11 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from placements.engines.options import Option, ValueKind
+from placements.engines.vllm.flags import CONFIGS, FIELDS, FLAGS, REFUSED
 from placements.lmi.conversion import Conversion, boolean, one_of
 from placements.lmi.rows import ROWS, Row, degree_row, draft_row, drafted_row, plain_rows, refused
 from placements.lmi.settings import LmiSetting
-from placements.rules.options.tables import Option, ValueKind
-from placements.rules.options.vllm_flags import CONFIGS, FIELDS, FLAGS, REFUSED
 
 DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "fp32": "fp32", "fp16": "fp16", "bf16": "bf16"}
 METHODS = {"fp8": "fp8", "fbgemm_fp8": "fp8", "neuron_quant": "int8"}

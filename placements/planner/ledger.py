@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from placements.engines.registry import Engine, resolve
 from placements.facts.checkpoints import Checkpoint
 from placements.facts.core_range import ranges
-from placements.facts.engines import Engine, resolve
 from placements.facts.topology import Host, Topology
 from placements.planner.plan import Plan
 from placements.planner.replica_demand import suits

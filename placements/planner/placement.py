@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from placements.engines.registry import resolve
 from placements.facts.core_range import CoreRange
-from placements.facts.engines import resolve
 from placements.facts.topology import Host
 from placements.resources.environ import compiling, cpu_mask, environment
 from placements.spec.problems import Problem, has_errors

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from placements.engines.registry import may_run, needs_neuron, resolve, takes_cores
 from placements.facts.checkpoints import Checkpoint
-from placements.facts.engines import may_run, needs_neuron, resolve, takes_cores
 from placements.facts.topology import Host, Topology, degree
 from placements.planner.board import Demand
 from placements.resources.environ import threads

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
+from placements.engines.registry import Engine, candidates_of, capabilities, resolve
 from placements.facts.checkpoints import Checkpoint
-from placements.facts.engines import AUTO_ENGINES, Engine, resolve
 from placements.facts.plural import counted
 from placements.facts.topology import Host
 from placements.resources.estimate import DECODE_ERROR, Speed, speed
@@ -117,7 +117,7 @@ def calibrated(
        prefill does not depend on the batch, and is that of most requests.
     4. Otherwise the estimate stays.
 
-    ``engine`` is the resolved engine. Where it is ``auto``, the first of AUTO_ENGINES with measurements counts: only
+    ``engine`` is the resolved engine. Where it is ``auto``, the first of its candidates with measurements counts: only
     the fleet's hosts know what it resolves to.
     """
     estimate, every = speed(model, checkpoint, engine, hosts[0].topology), tuple(measured)
@@ -125,7 +125,7 @@ def calibrated(
         if each.shape is None and each.model == model.name:
             return _replaced(estimate, each)
     refused = ""
-    for candidate in AUTO_ENGINES if engine == "auto" else (engine,):
+    for candidate in candidates_of(engine):
         wanted, near = shape_of(model, checkpoint, candidate, hosts), []
         for each in every:
             if each.shape is None or (each.requests is not None and each.requests < LEAST_REQUESTS):
@@ -212,11 +212,11 @@ def speed_rows(
     spec: Spec, hosts: Sequence[Host], checkpoints: Mapping[str, Checkpoint], measured: Iterable[MeasuredSpeed] = ()
 ) -> list[dict[str, Any]]:
     """Returns the speed of a replica of each model that generates, as data: `Speed.as_dict` and ``tokens_per_s``, the
-    output tokens per second with a request in each slot. The server of ``engine: server`` has no estimate."""
+    output tokens per second with a request in each slot. An unknown server's command has no estimate."""
     rows, every = [], tuple(measured)
     for model in spec.models:
         engine = resolve(model.engine, hosts[0], model.kind)
-        if model.kind == "generate" and engine != "server":
+        if model.kind == "generate" and not capabilities(engine).forwards:
             own = calibrated(model, checkpoints.get(model.name), engine, hosts, every)
             rate = round(model.max_batch / own.step_s, 1)
             rows.append({"model": model.name, "tokens_per_s": rate, **own.as_dict()})

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
+from placements.engines.registry import HOST_ENGINES, Engine
 from placements.facts.core_range import CoreRange, contiguous
-from placements.facts.engines import HOST_ENGINES, Engine
 from placements.facts.topology import Host
 from placements.spec.schema import ModelSpec
 

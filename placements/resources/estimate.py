@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from placements.engines.capabilities import BYTES
+from placements.engines.memory import GIB, costs_of
+from placements.engines.registry import HOST_ENGINES, Engine
 from placements.facts.checkpoints import Checkpoint
-from placements.facts.engines import BYTES, HOST_ENGINES, Engine
 from placements.facts.topology import Topology
-from placements.resources.memory import GIB, estimate, gathers_heads, padded_heads, padded_kv_heads
+from placements.resources.memory import estimate, gathers_heads, padded_heads, padded_kv_heads
 from placements.spec.schema import ModelSpec
 
 # inf2 and trn1: two cores on a device with 820 GB/s and 190 TFLOPS in bf16.
@@ -55,7 +57,7 @@ LOAD_S = 30.0
 """The time of a start without the weights: process, torch, runtime and cached graphs."""
 
 HOST_LOAD_S = 6.0  # engines cpu and echo: process start and imports, measured with small models
-HOST_STEP_S = 0.0005  # batcher and socket, for an echo engine without step_ms
+HOST_STEP_S = 0.0005  # batcher and socket
 HOST_FLOPS = 5e10  # for each core of an emulated host, on its real CPU; a guess
 HOST_BYTES_S = 5e9  # the same; a guess
 
@@ -101,10 +103,8 @@ def speed(model: ModelSpec, checkpoint: Checkpoint | None, engine: Engine, topol
     23.6 ms, n times the FLOPs of a token in the matrices at an MFU of 0.21, and n^2 times those of a cached position at
     an MFU of 0.058 (``token_flops``). Without a readable checkpoint, 8 billion parameters are assumed.
     """
-    if engine == "echo":
-        step_ms = model.engine_options.get("step_ms", 0.0)
-        step_s = max(HOST_STEP_S, float(step_ms) / 1000 if isinstance(step_ms, int | float) else 0.0)
-        return Speed(step_s, step_s, 0.0, 0.0, HOST_LOAD_S, 0.0, 0.0, "the echo engine's step_ms")
+    if (step_s := costs_of(engine).step_s(model)) is not None:
+        return Speed(step_s, step_s, 0.0, 0.0, HOST_LOAD_S, 0.0, 0.0, f"the {engine} engine's step_ms")
     if checkpoint is None:
         return _unknown(model)
     width = BYTES[model.dtype_on(engine)]

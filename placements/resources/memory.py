@@ -4,31 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from placements.facts import vllm
+from placements.engines.capabilities import BYTES
+from placements.engines.memory import GIB, costs_of
+from placements.engines.registry import HOST_ENGINES, Engine
 from placements.facts.checkpoints import Checkpoint
-from placements.facts.encoders import traced_batch, traced_lengths
-from placements.facts.engines import BYTES, HOST_ENGINES, NXD_ENGINES, TNX_UNPADDED, Engine, serves
-from placements.facts.kv_blocks import kv_blocks
 from placements.facts.topology import Topology
 from placements.spec.schema import GroupQueryAttention, ModelSpec
 
-GIB = 1 << 30
-
-SCRATCH_GIB = 1.0
-"""The scratchpad that all NEFFs of a core share. The constants up to NXD_RANK0_RUNTIME_GIB come from one measured case:
-1024 MiB on each core with Llama-3.1-8B, tp 8, batch 32, length 4096, inf2.48xlarge (optimum-neuron,
-benchmark/vllm/memory_capacity_analysis.md). ``hbm_overhead_gib`` replaces them all."""
-
-TNX_SCRATCH_GIB = 0.5
-"""The same with transformers-neuronx: 512 MB, one page of the runtime, in two reports of its users: Llama-3-70B on 12
-cores and Llama-2-7B on 2, which ran out of memory."""
-
 COLLECTIVES_GIB = 0.16
-"""Collectives (126 MiB), notifications and others (7), and 34 MiB by which the weights exceeded their formula. In the
-reports above, collectives had 367 and 518 MB."""
+"""Collectives (126 MiB), notifications and others (7), and 34 MiB by which the weights exceeded their formula. The
+constants up to NXD_RANK0_RUNTIME_GIB come from the case that `engines.memory.SCRATCH_GIB` names; ``hbm_overhead_gib``
+replaces them all. In the reports of transformers-neuronx's users that its `memory` names, collectives had 367 and 518
+MB."""
 
 CODE_LAYER_GIB = 7 / 1024
-"""NEFF code, for each layer: 228 MiB for 32 layers. In the reports above, 234 MB for 32 and 482 MB for 80 layers."""
+"""NEFF code, for each layer: 228 MiB for 32 layers. In those reports, 234 MB for 32 and 482 MB for 80 layers."""
 
 RING_SHARE = 0.113
 """DMA rings, for each byte of weights: their descriptors are prepared when a NEFF is loaded, about as many as there are
@@ -168,8 +158,8 @@ def estimate(
     """Returns the HBM of a replica on its fullest core, with the weights and KV cache of a ``draft``.
 
     ``engine`` is the resolved engine, by default the model's; it decides the default dtype, the surplus of rank 0, and
-    whether the embeddings are on the device. ``auto`` counts as the candidate that needs most: NxD Inference if it
-    serves the family. Every core holds
+    whether the embeddings are on the device (`engines.memory`). ``auto`` counts as the candidate that needs most: NxD
+    Inference if it serves the family. Every core holds
 
     - its shard of the matrices and all small parameters, in the dtype; int8 and fp8 matrices have one byte each and a
       scale for each channel; on torch-neuronx once for each length, since each trace has weights of its own;
@@ -179,14 +169,10 @@ def estimate(
       The scores are in the scratchpad: the measured one of 1 GiB has room for them at length 4096 (0.125 GiB), so that
       they are not a class of their own. The engines on the host's CPUs prefill in chunks;
     - COLLECTIVES_GIB, CODE_LAYER_GIB for each layer, and on devices RING_SHARE of the weights.
-
-    On rank 0, Optimum Neuron has a surplus as large as the whole embedding and head. It was measured there and is not
-    explained: the code divides both among the cores. NxD Inference is not assumed to have it: with it Llama-3.1-405B
-    would not fit the 64 cores on which AWS's tutorials run it.
     """
     engine = engine or model.engine
-    held = _weights(model, checkpoint, engine)
-    copies = len(traced_lengths(model.buckets.prefill, model.length(checkpoint))) if engine == "torch-neuronx" else 1
+    costs, held = costs_of(engine, checkpoint), _weights(model, checkpoint, engine)
+    copies = costs.copies(model, model.length(checkpoint))
     drafted = _weights(model, draft, engine) if draft else _Weights(0.0, 0.0, 0.0)
     overhead = model.hbm_overhead_gib
     estimated = overhead is None
@@ -195,7 +181,7 @@ def estimate(
     layers = copies * checkpoint.layers + (draft.layers if draft else 0)
     rings = RING_SHARE if engine not in HOST_ENGINES else 0.0
     runtime = COLLECTIVES_GIB + CODE_LAYER_GIB * layers + rings * weights
-    rank0_runtime = NXD_RANK0_RUNTIME_GIB + RING_SHARE * rank0 if on_nxd(engine, checkpoint) else 0.0
+    rank0_runtime = NXD_RANK0_RUNTIME_GIB + RING_SHARE * rank0 if costs.on_nxd else 0.0
     return MemoryEstimate(
         sharded=copies * held.sharded / GIB,
         replicated=copies * held.replicated / GIB,
@@ -207,15 +193,6 @@ def estimate(
         rank0_weights=rank0,
         rank0_runtime=rank0_runtime if estimated else 0.0,
         overhead=overhead or 0.0,
-    )
-
-
-def on_nxd(engine: Engine, checkpoint: Checkpoint) -> bool:
-    """Returns whether the model may run on a backend built on NeuronX Distributed, as vLLM up to vllm-neuron 0.5."""
-    return (
-        engine in NXD_ENGINES
-        or engine == "vllm"
-        or (engine == "auto" and serves("nxd-inference", checkpoint.model_type))
     )
 
 
@@ -233,13 +210,9 @@ class _Weights:
 
 
 def _weights(model: ModelSpec, checkpoint: Checkpoint, engine: Engine) -> _Weights:
-    tp, width = model.tp_degree, BYTES[model.dtype_on(engine)]
+    tp, width, costs = model.tp_degree, BYTES[model.dtype_on(engine)], costs_of(engine, checkpoint)
     groups, strategy = checkpoint.groups, model.group_query_attention
-    embeddings, small = groups.embedding + groups.head, groups.small + groups.positions
-    if engine == "transformers-neuronx":
-        embeddings, small = groups.head or groups.embedding, groups.small  # a tied head is a matrix of its own
-        if embeds_on_device(model, checkpoint):  # add_pre_layer_parameter(..., sharding=1), also of positions
-            embeddings += groups.embedding + groups.positions
+    embeddings, small = costs.embeddings(model, checkpoint)
     attention = groups.attention * padded_heads(checkpoint, tp) // checkpoint.heads
     projected = padded_kv_heads(checkpoint, tp, strategy)
     if gathers_heads(checkpoint, tp, strategy):
@@ -256,13 +229,8 @@ def _weights(model: ModelSpec, checkpoint: Checkpoint, engine: Engine) -> _Weigh
         into += experts * (checkpoint.feed_forward_matrices - 1) * checkpoint.ffn
         sharded += checkpoint.layers * into * _SCALE_BYTES
         replicated += checkpoint.layers * (1 + experts) * checkpoint.hidden * _SCALE_BYTES
-    rank0 = embeddings * width * (1 - 1 / tp) if engine == "optimum-neuron" else 0.0
+    rank0 = embeddings * width * (1 - 1 / tp) if costs.rank0_embeds else 0.0
     return _Weights(sharded / tp, replicated, rank0)
-
-
-def embeds_on_device(model: ModelSpec, checkpoint: Checkpoint) -> bool:
-    """Returns whether transformers-neuronx embeds on the device. GPT-J and GPT-NeoX ignore the option."""
-    return model.engine_options.get("on_device_embedding") is True and checkpoint.model_type not in TNX_UNPADDED
 
 
 def kv_cache(model: ModelSpec, checkpoint: Checkpoint, engine: Engine, length: int | None = None) -> float:
@@ -270,21 +238,16 @@ def kv_cache(model: ModelSpec, checkpoint: Checkpoint, engine: Engine, length: i
     if model.kind != "generate":
         return 0.0  # no token follows the input
     heads = padded_kv_heads(checkpoint, model.tp_degree, model.group_query_attention) // model.tp_degree
-    length = length or model.length(checkpoint)
-    tokens = heads * model.max_batch * length
-    if engine == "nxd-inference" and model.engine_options.get("prefix_cache") is True:
-        tokens = heads * kv_blocks(model.engine_options, model.max_batch, length).tokens
-    if engine == "vllm":
-        tokens = heads * vllm.kv_tokens(model.engine_options, model.max_batch, length)
+    tokens = heads * costs_of(engine, checkpoint).kv_tokens(model, length or model.length(checkpoint))
     width = 1 if model.quantize_kv is not None and engine not in HOST_ENGINES else BYTES[model.dtype_on(engine)]
     return 2 * checkpoint.layers * tokens * checkpoint.head_dim * width
 
 
 def _scratch(model: ModelSpec, checkpoint: Checkpoint, engine: Engine) -> float:
     """Returns the GiB on a core."""
-    least = TNX_SCRATCH_GIB if engine == "transformers-neuronx" else SCRATCH_GIB
+    costs = costs_of(engine, checkpoint)
     if engine in HOST_ENGINES:
-        return least
+        return costs.scratch_gib
     heads = padded_heads(checkpoint, model.tp_degree) // model.tp_degree
-    rows = traced_batch(model.max_batch, model.engine_options) if engine == "torch-neuronx" else 1
-    return max(least, rows * heads * model.length(checkpoint) ** 2 * _SCORE_BYTES / GIB)
+    scores = costs.prefill_rows(model) * heads * model.length(checkpoint) ** 2 * _SCORE_BYTES
+    return max(costs.scratch_gib, scores / GIB)

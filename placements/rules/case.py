@@ -10,12 +10,11 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from placements.engines.registry import ENGINES, Engine, candidates_of, part, resolve, takes_cores
 from placements.facts.adapters import Adapter
 from placements.facts.checkpoints import Checkpoint
-from placements.facts.engines import AUTO_ENGINES, Engine, resolve, runs_on, serves, takes_cores
 from placements.facts.plural import joined, plural
 from placements.facts.topology import Host, Topology, degree
-from placements.facts.vllm import PluginRelease, VllmNeuron
 from placements.planner.replica_demand import has_degree, suits
 from placements.resources.memory import MemoryEstimate, estimate, fits
 from placements.spec.problems import Path, Problem, Severity
@@ -77,6 +76,34 @@ class Objection(NamedTuple):
     hint: str
 
 
+def no_objection(case: Case) -> Objection | None:
+    """Returns None: the engine can do it."""
+    return None
+
+
+@dataclass(frozen=True)
+class EngineRules:
+    """The rules of one engine, in its module ``rules``, and its answers to general rules."""
+
+    rules: tuple[Rule, ...] = ()  # for models of the engine
+    if_chosen: tuple[Rule, ...] = ()  # for its models, and for those of ``auto`` that no other candidate can run
+    of_auto: tuple[Rule, ...] = ()  # for models of ``auto``, if it is a candidate of ``auto``
+    of_every_model: tuple[Rule, ...] = ()  # about fields that it owns
+    of_spec: tuple[Callable[[Spec], Iterator[Problem]], ...] = ()
+    draft: Callable[[Case], Objection | None] = no_objection  # to the model's draft
+    quantized_kv: Callable[[Case], Objection | None] = no_objection  # to ``quantize_kv``
+
+
+_NO_RULES = EngineRules()
+
+
+def rules_of(engine: Engine) -> EngineRules:
+    """Returns the rules of an engine."""
+    module = part(engine, "rules")
+    rules: EngineRules = _NO_RULES if module is None else module.RULES
+    return rules
+
+
 class Trials:
     """The rules that a value in a hint must keep, and how many values may still be tried."""
 
@@ -120,9 +147,10 @@ class Case:
     def works(self, *path: str | int, **fields: Any) -> bool:
         """Returns whether the model with other values of fields has no error that it does not have now, and none at a
         path of the model. A hint names only such values."""
-        return self._holds(self.model.model_copy(update=fields), self.spec.engines, path)
+        return self.holds(self.model.model_copy(update=fields), self.spec.engines, path)
 
-    def _holds(self, model: ModelSpec, engines: Mapping[Engine, EngineSettings], path: Path = ()) -> bool:
+    def holds(self, model: ModelSpec, engines: Mapping[Engine, EngineSettings], path: Path = ()) -> bool:
+        """Returns whether the model with these settings of engines has no new error, as `works` does."""
         if self.trials is None or self.is_trial:
             return True
         if not self.trials.take():
@@ -137,12 +165,6 @@ class Case:
     @cached_property
     def _standing(self) -> Case:
         return replace(self, is_trial=True)
-
-    def plugins_of(self, *releases: PluginRelease) -> str:
-        """Returns the releases of vLLM's plugin that the model works with, quoted, in words; "" if there is none."""
-        vllm = self.spec.engines.get("vllm", EngineSettings())
-        changed = {name: {**self.spec.engines, "vllm": vllm.model_copy(update={"plugin": name})} for name in releases}
-        return joined([f'"{name}"' for name, engines in changed.items() if self._holds(self.model, engines)], "or")
 
     def engines_of(self, *engines: Engine) -> str:
         """Returns the engines that the model works on, in words; "" if there is none."""
@@ -174,19 +196,13 @@ class Case:
         serve the family."""
         if self.engine != "auto":
             return (self.engine,)
-        machines = self.machines or ("",)
-        family = self.family
+        machines, family = self.machines or ("",), self.family
         return tuple(
-            engine
-            for engine in AUTO_ENGINES
-            if any(runs_on(engine, name) and (family is None or serves(engine, family, name)) for name in machines)
+            name
+            for name in candidates_of(self.engine)
+            for engine in [ENGINES[name]]
+            if any(engine.runs_in(each) and (family is None or engine.serves(family, each)) for each in machines)
         )
-
-    @cached_property
-    def vllm_releases(self) -> tuple[VllmNeuron, ...]:
-        """The releases of vllm-neuron that the plan counts with; () for other engines, and if vLLM runs on the CPU."""
-        planned = [self.spec.vllm_release_on(host) for host, _ in self.fleet.kinds] if self.engine == "vllm" else []
-        return tuple(dict.fromkeys(release for release in planned if release is not None))
 
     def has_degree(self, topology: Topology) -> bool:
         """Returns whether hosts of the type support the model's degree."""

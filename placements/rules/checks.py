@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+from placements.engines.registry import AUTO_ENGINES, NAMES, Engine, takes_cores
 from placements.facts.adapters import Adapter
 from placements.facts.checkpoints import Checkpoint
-from placements.facts.engines import Engine, takes_cores
 from placements.facts.plural import counted
 from placements.facts.topology import Host
 from placements.planner.plan import plan
 from placements.planner.replica_demand import has_degree
 from placements.resources.environ import threads
-from placements.rules.case import Case, Fleet, PartlyReadModel, Rule, Trials, core_list
+from placements.rules.case import Case, Fleet, PartlyReadModel, Rule, Trials, core_list, rules_of
 from placements.rules.engine_rules import ENGINE_RULES
-from placements.rules.option_rules import OPTION_RULES
 from placements.rules.pin_rules import PIN_RULES, pins_are_free, pins_do_not_overlap
-from placements.rules.server_rules import SERVER_RULES, launches_can_be_run, vllm_has_an_interpreter
 from placements.rules.size_rules import SIZE_RULES
 from placements.rules.unused_settings import UNUSED_SETTINGS
-from placements.rules.vllm_rules import VLLM_RULES
 from placements.spec.notation import SourceKind
 from placements.spec.problems import Path, Problem, has_errors, in_order
 from placements.spec.schema import ModelSpec, Spec
@@ -58,8 +55,8 @@ def check(
             trials,
         )
         problems.extend(case.problems_by(_RULES))
-    problems.extend(launches_can_be_run(spec))
-    problems.extend(vllm_has_an_interpreter(spec))
+    for rule in (rule for name in NAMES for rule in rules_of(name).of_spec):
+        problems.extend(rule(spec))
     problems.extend(reserve_within_host(spec, hosts))
     problems.extend(pins_do_not_overlap(spec, hosts))
     problems.extend(names_are_of_one_model(spec))
@@ -152,6 +149,21 @@ def length_within_positions(case: Case) -> Iterator[Problem]:
         yield case.problem("max-len-exceeds-positions", ("max_len",), fact, hint)
 
 
+def _when(applies: Callable[[Case], bool], rules: Iterable[Rule]) -> Iterator[Rule]:
+    """Yields the rules for the models to which they apply."""
+    for rule in rules:
+        yield lambda case, rule=rule: rule(case) if applies(case) else iter(())  # type: ignore[misc]
+
+
+def _of_engine(name: Engine) -> Iterator[Rule]:
+    """Yields the rules of an engine."""
+    rules = rules_of(name)
+    yield from _when(lambda case: case.engine == name, rules.rules)
+    yield from _when(lambda case: case.candidates == (name,), rules.if_chosen)
+    yield from _when(lambda case: case.engine == "auto", rules.of_auto if name in AUTO_ENGINES else ())
+    yield from rules.of_every_model
+
+
 _RULES: tuple[Rule, ...] = (
     min_within_max,
     schedules_within_bounds,
@@ -161,9 +173,7 @@ _RULES: tuple[Rule, ...] = (
     length_within_positions,
     *PIN_RULES,
     *ENGINE_RULES,
-    *OPTION_RULES,
-    *VLLM_RULES,
-    *SERVER_RULES,
+    *(rule for name in NAMES for rule in _of_engine(name)),
     *UNUSED_SETTINGS,
 )
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from placements.engines.registry import takes_cores
 from placements.facts.core_range import CoreRange
-from placements.facts.engines import takes_cores
 from placements.facts.plural import counted, plural
 from placements.facts.topology import Host, Topology, alignment
 from placements.planner.pins import FreeCores, assign

@@ -1,10 +1,11 @@
-"""Rules of sizes: the degree is legal, divides heads and experts, and a replica fits the memory of cores and host."""
+"""Rules of sizes: the degree is legal and divides the heads, and a replica fits the memory of cores and host."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from placements.facts.engines import HOST_ENGINES, TNX_UNPADDED, runs_on
+from placements.engines.memory import costs_of
+from placements.engines.registry import capabilities
 from placements.facts.plural import counted, joined
 from placements.facts.topology import DEGREES, TOPOLOGIES, Topology, degree, documented
 from placements.resources.host_memory import host_memory
@@ -62,18 +63,6 @@ def heads_divisible(case: Case) -> Iterator[Problem]:
     yield case.problem("heads-not-divisible", ("tp_degree",), fact, hint)
 
 
-def experts_divisible(case: Case) -> Iterator[Problem]:
-    """transformers-neuronx assigns whole experts to cores, or groups of cores to experts."""
-    tp, experts = case.model.tp_degree, case.checkpoint.experts if case.checkpoint else None
-    if case.engine != "transformers-neuronx" or not experts or experts % tp == 0 or tp % experts == 0:
-        return
-    dividing = [degree for degree in degrees_of(case.fleet.types) if experts % degree == 0 or degree % experts == 0]
-    fact = f"tp_degree {tp} and the {experts} experts of {case.model.name} do not divide each other"
-    dividing = [degree for degree in dividing if case.works(tp_degree=degree)]
-    hint = f"use {joined(dividing, 'or')}" if dividing else "use another degree or engine"
-    yield case.problem("experts-not-divisible", ("tp_degree",), fact, hint)
-
-
 def _is_documented(topology: Topology, tp: int) -> bool:
     row = degree(topology.family, tp)
     return row is not None and documented(topology, row)
@@ -110,7 +99,8 @@ def _ways_to_fit(case: Case, types: Sequence[Topology]) -> Iterator[str]:
         return estimate(model.model_copy(update=fields), checkpoint, case.engine, case.draft)
 
     lengths = Buckets(prefill=(model.length(checkpoint),))
-    if case.engine == "torch-neuronx" and any(fits(needs(buckets=lengths), topology) for topology in types):
+    copies = costs_of(case.engine).copies(model, model.length(checkpoint))
+    if copies > 1 and any(fits(needs(buckets=lengths), topology) for topology in types):
         total = needs(buckets=lengths).total
         yield f"one length needs {total:.2f} GiB: buckets: {{prefill: [{lengths.prefill[0]}]}}"
         return
@@ -125,15 +115,17 @@ def _ways_to_fit(case: Case, types: Sequence[Topology]) -> Iterator[str]:
         yield "lower max_batch or max_len, or set hbm_overhead_gib if you measured the overhead"
         return
     smaller = needs(quantize="int8")
-    supported = case.engine not in (*HOST_ENGINES, "torch-neuronx") and (
-        case.engine != "transformers-neuronx" or checkpoint.model_type not in TNX_UNPADDED
-    )
     has_room = any(fits(smaller, topology) for topology in types)
-    if model.quantize is None and supported and has_room and case.works(quantize="int8"):
+    if (
+        model.quantize is None
+        and "int8" in capabilities(case.engine).quantize
+        and has_room
+        and case.works(quantize="int8")
+    ):
         yield f"quantize: int8 needs {smaller.total:.2f} GiB {smaller.on_cores(model.tp_degree)}"
     need = needs()
     for topology in TOPOLOGIES.values():
-        served = not topology.note and runs_on(case.engine, topology.family)
+        served = not topology.note and capabilities(case.engine).runs_in(topology.family)
         if served and topology not in types and case.has_degree(topology) and fits(need, topology):
             yield f"use a host of type {topology.instance}, whose cores have {usable_hbm(topology):.2f} GiB usable"
             break
@@ -162,4 +154,4 @@ def fits_host_memory(case: Case) -> Iterator[Problem]:
         yield case.problem("host-memory-exceeded", (path,), fact, hint)
 
 
-SIZE_RULES: tuple[Rule, ...] = (degree_is_legal, heads_divisible, experts_divisible, fits_memory, fits_host_memory)
+SIZE_RULES: tuple[Rule, ...] = (degree_is_legal, heads_divisible, fits_memory, fits_host_memory)

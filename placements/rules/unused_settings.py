@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-from placements.facts import kv_blocks
-from placements.facts.engines import HOST_ENGINES
-from placements.rules.case import Case
+from placements.engines.registry import ENGINES, HOST_ENGINES, capabilities
+from placements.rules.case import Case, Rule
 from placements.spec.problems import Problem, Severity
 from placements.spec.schema import ModelSpec
 from placements.spec.sections import RequestDefaults
@@ -16,7 +15,6 @@ from placements.spec.sections import RequestDefaults
 _DEFAULTS = ModelSpec(name="default", source="./")
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 _OF_THE_HOST = (*_PENALTIES, "min_p", "seed")
-_OF_SERVERS = ("sampling", "buckets", "fuse_qkv", "compiler", "quantize_kv", "quantize", "group_query_attention")
 _OF_DEVICES = ("sampling", "quantize", "quantize_kv", "fuse_qkv")
 
 
@@ -52,71 +50,27 @@ def _value(model: ModelSpec, path: tuple[str, ...]) -> Any:
     return value
 
 
-def compiles_on_host(case: Case) -> bool:
-    """Returns whether the cpu engine compiles its buckets."""
-    return case.engine == "cpu" and case.model.engine_options.get("compile") is True
+def compiles(case: Case) -> bool:
+    """Returns whether the engine compiles its buckets; on the host's CPUs only with an option."""
+    engine, options = capabilities(case.engine), case.model.engine_options
+    return engine.runs_on != "cpus" or ("compile" in engine.options and options.get("compile") is True)
 
 
 def settings_of_the_engine(case: Case) -> Iterator[Problem]:
-    """Settings of Neuron devices are not used with engines on the host's CPUs, nor others with engines without them."""
-    here, neuron = f" on the engine {case.engine}", "remove {field}, or use a Neuron engine"
-    if case.engine in HOST_ENGINES:
-        yield from unused(case, here, "sampling", "fuse_qkv", "compiler", hint=neuron)
-        yield from unused(case, here, "quantize", "quantize_kv", hint=neuron, id="quantize-unsupported")
-        if not compiles_on_host(case):
-            yield from unused(case, here, "buckets", hint=neuron)
-    elif case.engine == "optimum-neuron":
-        why = f"{here}, which chooses it itself"
-        yield from unused(case, why, "buckets", "fuse_qkv", "compiler", hint="remove {field}")
-    elif case.candidates in (("nxd-inference",), ("torch-neuronx",)):
-        yield from unused(case, f": {case.candidates[0]} has no such option", "compiler.workers")
-    if case.engine not in ("auto", "transformers-neuronx"):
-        hint = "remove it, or use the engine transformers-neuronx"
+    """Settings of some engines are not set for others: those that its capabilities list, buckets where nothing is
+    compiled, and the fields that only one engine has."""
+    here, engine = f" on the engine {case.engine}", capabilities(case.engine)
+    if case.engine != "auto" and not engine.shares_heads:
+        owners = [name for name, other in ENGINES.items() if other.shares_heads]
+        hint = f"remove it, or use the engine {' or '.join(owners)}"
         yield from unused(case, here, "group_query_attention", hint=hint, id="gqa-unsupported")
-    if case.engine == "server":
-        hint = "the command decides it: write it into server.command"
-        yield from unused(case, here, *_OF_SERVERS, "engine_options", hint=hint)
-    else:
+    for fields, hint, why, id, encoding in engine.unused:
+        if not encoding:
+            yield from unused(case, f"{here}{why}", *fields, hint=hint, id=id)
+    if not compiles(case):
+        yield from unused(case, here, "buckets", hint="remove {field}, or use a Neuron engine")
+    if not engine.forwards:
         yield from unused(case, here, "server", hint="set engine: server, or remove server")
-
-
-def settings_of_vllm(case: Case) -> Iterator[Problem]:
-    """Fields and options that vLLM, or the release of its plugin, does not use are not set.
-
-    On emulated hosts, fields for Neuron devices only determine the plan: vLLM on the CPU has none of them.
-    """
-    if case.engine != "vllm":
-        return
-    model, here, back_ends = case.model, " on the engine vllm here", {each.back_end for each in case.vllm_releases}
-    yield from unused(case, f"{here}: vLLM has no flag for it", "fuse_qkv")
-    if any(host.emulated for host in case.all_hosts.hosts):
-        why, hint = " on emulated hosts, where vLLM runs on the CPU", "it is planned as for Neuron devices"
-        fields = ("quantize", "quantize_kv", "buckets", "sampling")
-        yield from unused(case, why, *fields, hint=hint, id="unused-on-cpu", severity="warning")
-    if "nxd" in back_ends and model.engine_options.get("prefix_cache") is not True:
-        options = ("engine_options.block_size", "engine_options.num_gpu_blocks_override")
-        yield from unused(case, ": prefix_cache is not true", *options)
-    if back_ends and not model.adapters:
-        yield from unused(case, ": there are no adapters", "engine_options.max_loras")
-    if "neuron" in back_ends:
-        why = "vllm-neuron has flags of its own, which others would replace and not extend"
-        yield from unused(case, f"{here}: {why}", "compiler")
-        why = "on_device_sampling_config of the option neuron_config decides it"
-        yield from unused(case, f"{here}: {why}", "sampling")
-        if model.buckets.prefill:
-            yield from unused(case, ": buckets.prefill determines it", "engine_options.max_num_batched_tokens")
-    elif model.compiler.workers is not None:
-        yield from unused(case, f"{here}: vLLM starts its compilers itself", "compiler")
-
-
-def options_of_nxd(case: Case) -> Iterator[Problem]:
-    """Options of NxD Inference that depend on another setting are set only with it."""
-    if case.engine == "nxd-inference" and case.model.engine_options.get("prefix_cache") is not True:
-        options = (f"engine_options.{name}" for name in kv_blocks.OPTIONS)
-        yield from unused(case, " without a prefix cache", *options, hint="set prefix_cache: true, too")
-    if case.engine == "nxd-inference" and case.model.sampling == "host":
-        option = "engine_options.on_device_sampling_config"
-        yield from unused(case, ": sampling is host", option, hint="set sampling: device")
 
 
 def settings_of_the_kind(case: Case) -> Iterator[Problem]:
@@ -128,12 +82,11 @@ def settings_of_the_kind(case: Case) -> Iterator[Problem]:
         yield from unused(case, why, "objectives.items_per_second", hint=hint)
         return
     yield from unused(case, here, "tool_parser", "trust_remote_code")
+    for fields, hint, _, id, encoding in capabilities(case.engine).unused:
+        if encoding:
+            yield from unused(case, here, *fields, hint=hint, id=id)
     if case.engine not in HOST_ENGINES:  # others are reported as settings of the engine
         yield from unused(case, here, *_OF_DEVICES)
-    if case.engine == "cpu":
-        yield from unused(case, here, "draft", "engine_options")
-    if case.engine == "torch-neuronx":
-        yield from unused(case, here, "buckets.decode", hint="remove it, and set buckets.prefill")
     why, hint = f"{here}, which gives no tokens", "set ttft_ms, the time to the answer"
     yield from unused(case, why, "objectives.tpot_ms", hint=hint)
 
@@ -141,19 +94,19 @@ def settings_of_the_kind(case: Case) -> Iterator[Problem]:
 def defaults_have_an_effect(case: Case) -> Iterator[Problem]:
     """The model's requests have the fields of its defaults, and of those of its aliases.
 
-    1. engine: server, which gets requests as they were sent -> none
-    2. a model that does not generate                        -> none
-    3. the engine echo, which does not sample                -> no penalties
-    4. sampling on the device                                -> nothing that only the host does
+    1. an engine that forwards requests as they were sent -> none
+    2. a model that does not generate                     -> none
+    3. an engine that does not sample                     -> no penalties
+    4. sampling on the device                             -> nothing that only the host does
     """
-    model = case.model
+    model, engine = case.model, capabilities(case.engine)
     subject = ""
     refused: tuple[str, ...] = ()
-    if case.engine == "server":
-        subject = "the engine server, which gets requests as they were sent"  # 1
+    if engine.forwards:
+        subject = f"the engine {case.engine}, which gets requests as they were sent"  # 1
     elif model.kind != "generate":
         subject = f"kind {model.kind}"  # 2
-    elif case.engine == "echo":
+    elif not engine.penalizes:
         refused = _PENALTIES  # 3
     elif model.sampling == "device":
         refused = _OF_THE_HOST  # 4
@@ -165,14 +118,8 @@ def defaults_have_an_effect(case: Case) -> Iterator[Problem]:
             yield case.problem("setting-unsupported", path, fact, "remove these defaults")
         for field in (field for field in refused if getattr(defaults, field) is not None):
             fact = f"{'.'.join((*path, field))} is not supported with "
-            fact += "the engine echo" if case.engine == "echo" else "sampling: device"
+            fact += "sampling: device" if engine.penalizes else f"the engine {case.engine}"
             yield case.problem("setting-unsupported", (*path, field), fact, "remove it")
 
 
-UNUSED_SETTINGS = (
-    settings_of_the_engine,
-    settings_of_vllm,
-    options_of_nxd,
-    settings_of_the_kind,
-    defaults_have_an_effect,
-)
+UNUSED_SETTINGS: tuple[Rule, ...] = (settings_of_the_engine, settings_of_the_kind, defaults_have_an_effect)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
-from placements.facts.engines import NAMED_ENGINES
+from placements.engines.registry import NAMES
 from placements.spec.notation import Reported
 from placements.spec.problems import Path
 from placements.spec.schema import OWN_FIELDS, HostsSpec, ModelSpec, Spec
@@ -121,6 +121,6 @@ def keys_at(path: Path) -> tuple[str, ...] | None:
     if not path:
         return tuple(FILE)
     if path == ("engines",):
-        return NAMED_ENGINES
+        return NAMES
     keys = type_at(path).keys
     return tuple(key for key in keys if key not in OWN_FIELDS) if keys and path == ("defaults",) else keys

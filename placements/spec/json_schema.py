@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from placements.facts.engines import NAMED_ENGINES
+from placements.engines.registry import NAMES
 from placements.spec.notation import DURATION, NAME, in_words
 from placements.spec.schema import OWN_FIELDS, HostsSpec, ModelSpec, Spec
 from placements.spec.sections import EngineSettings
@@ -61,7 +61,7 @@ def json_schema() -> dict[str, Any]:
                 **in_words("a mapping from engines to settings"),
                 "type": ["object", "null"],
                 "additionalProperties": False,
-                "properties": {engine: {"$ref": "#/$defs/EngineSettings"} for engine in NAMED_ENGINES},
+                "properties": {engine: {"$ref": "#/$defs/EngineSettings"} for engine in NAMES},
                 "default": {},
             },
             "defaults": {

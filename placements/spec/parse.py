@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from placements.engines.registry import NAMES, Engine, capabilities
 from placements.facts.encoders import DEFAULT_BATCH, KINDS
-from placements.facts.engines import NAMED_ENGINES, UNWARMED_ENGINES, Engine
 from placements.facts.topology import DEGREES, TOPOLOGIES
 from placements.spec.field_type import MAPPING, TEXT, keys_at, type_at
 from placements.spec.key_names import (
@@ -197,13 +197,13 @@ class _Reader:
         """Reads the settings by engine, without those that cannot be read."""
         value = self._mapping(top, "engines", broken)
         settings_by_engine: dict[Engine, EngineSettings] = {}
-        for name in [engine for engine in NAMED_ENGINES if engine in value]:
+        for name in [engine for engine in NAMES if engine in value]:
             fields, path = value[name], ("engines", name)
             if isinstance(fields, dict):
                 settings = self._validated(EngineSettings, fields, path, broken)
                 if settings is not None:
                     settings_by_engine[name] = settings
-                if settings is not None and settings.warm and name in UNWARMED_ENGINES:
+                if settings is not None and settings.warm and not capabilities(name).imports_long:
                     fact = f"engines.{name}.warm has no effect: replicas of {name} import no engine's packages"
                     self._report("setting-unsupported", (*path, "warm"), fact, "remove it")
             elif fields is not BROKEN:
@@ -263,12 +263,13 @@ class _Reader:
             self._inherit(path, key)
         values = {**defaults, **fields, "name": name if usable else "model", "base_dir": self._base_dir}
         broken = broken_defaults - fields.keys()
-        server = values.get("server") if values.get("engine") == "server" else None
+        engine = capabilities(str(values.get("engine")))
+        server = values.get("server") if engine.forwards else None
         if isinstance(server, dict) and type(server.get("slots")) is int and "max_batch" not in fields:
             values["max_batch"] = min(max(1, server["slots"]), 1024)  # out of range is reported for slots
         if values.get("kind", "generate") in KINDS[1:] and "max_batch" not in values:
             values["max_batch"] = DEFAULT_BATCH
-        if "source" not in fields and (values.get("engine") == "echo" or (server and "{model}" not in str(server))):
+        if "source" not in fields and (not engine.reads_checkpoint or (server and "{model}" not in str(server))):
             values["source"] = values["engine"]  # it has no checkpoint
         elif "source" not in fields:
             self._report("missing-key", path, f'model "{shortened(name)}" has no source', _SOURCE_HINT)

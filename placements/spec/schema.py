@@ -8,11 +8,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, StrictInt, Tag, model_validator
 
+from placements.engines.capabilities import DraftMethod, Dtype, Quantization
+from placements.engines.registry import Engine, capabilities
+from placements.engines.vllm.capabilities import VllmNeuron, release_for
 from placements.facts.checkpoints import Checkpoint
 from placements.facts.encoders import KINDS, Kind
-from placements.facts.engines import Dtype, Engine, default_dtype
 from placements.facts.topology import TOPOLOGIES, Host
-from placements.facts.vllm import DraftMethod, VllmNeuron, release_for
 from placements.spec.notation import (
     Alias,
     Frozen,
@@ -44,7 +45,6 @@ MAX_HOSTS = 4096
 """The most machines of one spec, of all types."""
 
 GroupQueryAttention = Literal["shard-over-heads", "shard-over-batch", "replicated-heads", "all-gather-heads"]
-Quantization = Literal["int8", "fp8"]
 Sampling = Literal["host", "device"]
 ToolParser = Literal["auto", "hermes", "llama3", "mistral", "none"]
 QueueOrder = Literal["fair", "deadline"]
@@ -344,7 +344,8 @@ class ModelSpec(Frozen):
     @property
     def has_source(self) -> bool:
         """Returns whether its replicas read a checkpoint: not on echo, nor with a server command without `{model}`."""
-        return self.engine != "echo" and (self.engine != "server" or self.server is None or self.server.uses_model)
+        engine = capabilities(self.engine)
+        return engine.reads_checkpoint and (not engine.forwards or self.server is None or self.server.uses_model)
 
     @property
     def source_kind(self) -> SourceKind:
@@ -431,8 +432,8 @@ class ModelSpec(Frozen):
         return tuple(parameters[name] if name in parameters else getattr(self, name) for name in _STARTED_WITH)
 
     def dtype_on(self, engine: Engine) -> Dtype:
-        """Returns the dtype of weights and KV cache on a resolved engine (`engines.resolve`)."""
-        return self.dtype or default_dtype(engine)
+        """Returns the dtype of weights and KV cache on a resolved engine (`registry.resolve`)."""
+        return self.dtype or capabilities(engine).dtype
 
     def length(self, checkpoint: Checkpoint | None) -> int:
         """Returns the tokens of a slot: ``max_len``, or 2048, or the checkpoint's positions if fewer."""
@@ -503,7 +504,7 @@ class Spec(Frozen):
     def is_warm(self, engine: Engine) -> bool:
         """Returns whether hosts keep a warm process of the engine."""
         settings = self.engines.get(engine)
-        return engine == "cpu" if settings is None or settings.warm is None else settings.warm
+        return capabilities(engine).warm if settings is None or settings.warm is None else settings.warm
 
     def warm_engines(self, engines: Iterable[Engine]) -> dict[str, str | None]:
         """Returns those of the engines of which hosts keep a warm process, with the Python of each."""

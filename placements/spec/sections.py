@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, StrictInt, model_serializer
 
-from placements.facts.server_commands import placeholders
-from placements.facts.vllm import PluginRelease
+from placements.engines.server.capabilities import placeholders
+from placements.engines.vllm.capabilities import PluginRelease
 from placements.spec.notation import (
     CRON_WANTED,
     Cron,

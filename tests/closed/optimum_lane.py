@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from placements.facts.engines import OptimumEra, optimum_era
+from placements.engines.optimum_neuron.capabilities import OptimumEra, optimum_era
 from tests.closed import source_of
 from tests.closed.nxd_lane import CLOSED, over_stand_ins
 from tests.doubles import Neuron, forget

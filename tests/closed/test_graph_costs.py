@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
+from placements.engines.capabilities import BYTES
+from placements.engines.memory import GIB
 from placements.facts.checkpoints import Checkpoint
-from placements.facts.engines import BYTES
 from placements.resources.estimate import token_flops
-from placements.resources.memory import GIB, estimate, gathers_heads
+from placements.resources.memory import estimate, gathers_heads
 from placements.spec.schema import ModelSpec
 from tests.closed.graph_costs import costs_of
 from tests.closed.test_tnx import opened

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from placements.engines.nxd_inference.capabilities import NXD_E5M2, NXD_FAMILIES
+from placements.engines.registry import serves
 from placements.facts.checkpoints import Checkpoint
-from placements.facts.engines import NXD_E5M2, NXD_FAMILIES, reaches, serves
+from placements.facts.versions import reaches
 from placements.resources.memory import estimate
 from tests.checkpoints import make_checkpoint
 from tests.closed.experts import skewed

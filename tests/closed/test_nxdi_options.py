@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from placements.facts.engines import NXD_FUSED_QKV, NXD_UNQUANTIZED, NXD_WINDOW, reaches
+from placements.engines.nxd_inference.capabilities import NXD_FUSED_QKV, NXD_UNQUANTIZED, NXD_WINDOW
+from placements.facts.versions import reaches
 from tests.closed.lane_record import count_compared
 from tests.closed.nxd_lane import real_nxdi as real_nxdi
 from tests.closed.pairs import Row, all_pairs

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from placements.facts.engines import reaches
+from placements.facts.versions import reaches
 from tests.closed.nxd_lane import real_nxdi as real_nxdi
 from tests.closed.test_nxdi import nxd as nxd
 from tests.closed.test_nxdi import pytestmark as pytestmark

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from placements.facts.engines import reaches
+from placements.facts.versions import reaches
 from tests.checkpoints import VOCAB_SIZE
 from tests.closed.nxd_lane import real_nxdi as real_nxdi
 from tests.closed.test_nxdi import nxd as nxd

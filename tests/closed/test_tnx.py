@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from placements.engines.transformers_neuronx.capabilities import FAMILIES, Family
 from placements.facts.checkpoints import Checkpoint
-from placements.facts.tnx_families import FAMILIES, Family
 from tests.checkpoints import make_checkpoint
 from tests.closed.experts import skewed
 from tests.closed.forced import deviation

@@ -13,6 +13,7 @@ from workers.host.facts.machine import ONLOOKERS
 FAILURES = ("EngineLoadError", "CheckpointError", "SourceError", "StoreError", "_Unreadable")
 CLASSES = (
     "Problem",
+    "Finding",
     "Refusal",
     "PlacementRefusal",
     "PrefixCacheRefusal",

@@ -1,8 +1,9 @@
-"""docs/engines.md: every feature of the users' guides, with its field and its test, or why it is not there."""
+"""docs/engines.md: what engines can do, and every feature of the guides with its field and test, or why it has none."""
 
 from __future__ import annotations
 
 import ast
+import os
 import re
 from functools import cache
 from pathlib import Path
@@ -10,10 +11,10 @@ from typing import NamedTuple
 
 import pytest
 
-from placements.facts.engines import Engine
-from placements.rules.options.judge import Scope, known_options
-from placements.rules.options.tables import FIELDS, UNSERVED
+from placements.engines.options import FIELDS, UNSERVED, Scope, known_options
+from placements.engines.registry import Engine
 from placements.spec.schema import ModelSpec, Spec
+from tests.spec_reference import ENGINE_TABLES, renewed
 
 ROOT = Path(__file__).parent.parent.parent
 PAGE = ROOT / "docs" / "engines.md"
@@ -87,3 +88,12 @@ def test_every_option_that_a_row_names_may_be_given(guide: str) -> None:
     options = {name for row in rows(guide) for name in OPTION.findall(row.here)}
     assert options <= known_options(scope).keys()
     assert not options & taken
+
+
+def test_the_tables_of_engines_are_those_of_their_capabilities() -> None:
+    """Generated from them: UPDATE_GOLDEN=1 writes them anew."""
+    if os.environ.get("UPDATE_GOLDEN"):
+        PAGE.write_text(renewed(PAGE.read_text(), ENGINE_TABLES))
+    page = PAGE.read_text()
+    assert re.findall(r"<!-- generated from the engines: (\w+) -->", page) == list(ENGINE_TABLES)
+    assert page == renewed(page, ENGINE_TABLES)

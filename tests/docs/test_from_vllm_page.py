@@ -15,8 +15,8 @@ from orchestrator.gateway.openai import body_reader, protocol
 from orchestrator.gateway.openai.errors import ApiError
 from orchestrator.gateway.routes import ROUTES
 from orchestrator.process.home import Home
-from placements.facts.engines import ENGINE_OPTIONS
-from placements.rules.options.vllm_flags import FIELDS, FLAGS, REFUSED, VERSIONS
+from placements.engines.registry import ENGINES
+from placements.engines.vllm.flags import FIELDS, FLAGS, REFUSED, VERSIONS
 from placements.spec.parse import parse
 from placements.spec.schema import ModelSpec
 from tests.docs.pages import blocks
@@ -87,7 +87,7 @@ def is_accepted(fields: str) -> bool:
     read = parse(f"models: {{m: {{source: ./m, engine: cpu, {fields}}}}}\n".encode(), "spec.yaml", "/")
     if read.spec is None or read.problems:
         return False
-    return read.spec.models[0].engine_options.keys() <= ENGINE_OPTIONS["cpu"].keys()
+    return read.spec.models[0].engine_options.keys() <= ENGINES["cpu"].options.keys()
 
 
 @pytest.mark.parametrize("row", HERE, ids=lambda row: (words(row[0]) + words(row[1]))[0])

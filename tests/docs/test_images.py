@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from orchestrator.cli.bootstrap import MachineSituation, bootstrap
-from placements.facts.engines import NXD_VERSIONS, Engine, series
-from placements.facts.neuron_releases import ENVIRONMENTS, SDKS, Environment, environments_on, sdk_named, sdks_with
+from placements.engines.nxd_inference.capabilities import NXD_VERSIONS
+from placements.engines.registry import Engine, sdks_with
+from placements.facts.neuron_releases import ENVIRONMENTS, SDKS, Environment, environments_on, sdk_named
+from placements.facts.versions import series
 from tests.docs.pages import ROOT
 from workers.host.interpreter import PROVIDED_BY
 

@@ -12,9 +12,11 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from orchestrator.control.decisions.changes import Tag, tag_of
+from placements.engines.capabilities import Dtype
+from placements.engines.options import PACKAGED
+from placements.engines.registry import CHOICES, ENGINES, Engine
 from placements.facts.checkpoints import FAMILIES
 from placements.facts.encoders import EMBEDDING_DECODERS, ENCODERS
-from placements.facts.engines import ENGINE_OPTIONS, ENGINES, Dtype, Engine
 from placements.spec.schema import (
     Buckets,
     Compiler,
@@ -117,7 +119,7 @@ def test_every_engine_dtype_strategy_and_thread_policy_is_described() -> None:
     """In the order of the code."""
     documented = field_rows()
     assert tuple(words(documented["group_query_attention"][1])) == get_args(GroupQueryAttention)
-    assert tuple(words(documented["engine"][1])) == ENGINES
+    assert tuple(words(documented["engine"][1])) == CHOICES
     assert tuple(words(documented["dtype"][1])) == get_args(Dtype)
     assert tuple(words(documented["update.strategy"][1])) == get_args(Strategy)
     policies = next(kind for kind in get_args(ModelSpec.model_fields["threads"].annotation) if get_args(kind))
@@ -131,8 +133,10 @@ def test_every_family_and_engine_option_is_described() -> None:
     assert tuple(words(encoders))[: len(ENCODERS)] == ENCODERS
     kinds = {words(row[0])[0]: tuple(words(row[2])) for row in rows(section(SPEC, "Encoders")) if words(row[0])}
     assert kinds == {"embedding": EMBEDDING_DECODERS, "rerank": (), "classification": ()}
-    options = {name for known in ENGINE_OPTIONS.values() for name in known}
-    assert set(words(field_rows()["engine_options"][3])) == options | ENGINE_OPTIONS.keys()
+    own = {name: engine.options for name, engine in ENGINES.items() if engine.options}
+    own = {name: options for name, options in own.items() if ENGINES[name].package not in PACKAGED}
+    options = {name for known in own.values() for name in known}
+    assert set(words(field_rows()["engine_options"][3])) == options | own.keys()
 
 
 def test_the_tables_of_the_spec_are_those_of_the_schema_and_the_topology() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from placements.facts.engines import Engine
+from placements.engines.registry import Engine
 from placements.resources.calibration import LEAST_NEAR, MeasuredSpeed, calibrated, shape_of, speed_rows
 from placements.resources.estimate import Speed, speed
 from placements.resources.measured_times import LEAST_REQUESTS

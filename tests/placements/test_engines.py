@@ -2,23 +2,20 @@ from __future__ import annotations
 
 import pytest
 
-from placements.facts.checkpoints import FAMILIES
-from placements.facts.engines import (
-    NXD_FAMILIES,
-    TNX_CONTINUOUS,
-    TNX_DRAFTING,
-    TNX_FAMILIES,
-    TNX_UNPADDED,
+from placements.engines.nxd_inference.capabilities import NXD_FAMILIES
+from placements.engines.registry import (
     Engine,
     NoEngine,
+    capabilities,
     choose_engine,
-    default_dtype,
     needs_neuron,
-    reaches,
     resolve,
     takes_cores,
 )
-from placements.facts.tnx_families import REFUSED
+from placements.engines.transformers_neuronx.capabilities import FAMILIES as TNX_FAMILIES
+from placements.engines.transformers_neuronx.capabilities import REFUSED
+from placements.facts.checkpoints import FAMILIES
+from placements.facts.versions import reaches
 from tests import option_tables
 from tests.placements.fleets import PLAIN, host
 
@@ -57,7 +54,7 @@ def test_the_engines_that_use_cores(engine: Engine, emulated: bool, real: bool, 
 
 def test_dtype_defaults_to_fp32_on_cpus_and_bf16_on_neuron() -> None:
     """The default dtype follows the engine."""
-    assert (default_dtype("cpu"), default_dtype("echo"), default_dtype("auto")) == ("fp32", "fp32", "bf16")
+    assert tuple(capabilities(name).dtype for name in ("cpu", "echo", "auto")) == ("fp32", "fp32", "bf16")
 
 
 def test_auto_does_not_need_neuron() -> None:
@@ -130,7 +127,7 @@ def test_the_tables_are_the_packages_registries() -> None:
     )
     mapping = tnx["snapshots"][tnx["primary"]]["registries"][option_tables.REGISTRY]
     assert {*TNX_FAMILIES, *REFUSED} == set(mapping)
-    assert set(TNX_FAMILIES).isdisjoint(REFUSED)
+    assert TNX_FAMILIES.keys().isdisjoint(REFUSED)
     name = "neuronx_distributed_inference.utils.constants.MODEL_TYPES"
     for version, snapshot in nxd["snapshots"].items():
         served = {family for family, tasks in snapshot["registries"][name].items() if "causal-lm" in tasks}
@@ -147,6 +144,10 @@ def test_classes_that_batch_continuously_and_that_draft_are_those_of_the_contrac
     }
     mapping = snapshot["registries"][option_tables.REGISTRY]
     of = {family: classes[mapping[family].rpartition(".")[2]] for family in TNX_FAMILIES}
-    assert {f for f, held in of.items() if "base.NeuronModelBase" not in held["bases"]} == set(TNX_UNPADDED)
-    assert {f for f, held in of.items() if "speculative_forward" in held["methods"]} == set(TNX_DRAFTING)
-    assert set(TNX_CONTINUOUS) <= set(TNX_FAMILIES) - set(TNX_UNPADDED)
+    assert {f for f, held in of.items() if "base.NeuronModelBase" not in held["bases"]} == {
+        name for name in TNX_FAMILIES if TNX_FAMILIES[name].serial
+    }
+    assert {f for f, held in of.items() if "speculative_forward" in held["methods"]} == {
+        name for name in TNX_FAMILIES if TNX_FAMILIES[name].speculates
+    }
+    assert not [name for name, family in TNX_FAMILIES.items() if family.continuous and family.serial]

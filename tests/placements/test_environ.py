@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from placements.engines.registry import Engine
 from placements.facts.core_range import CoreRange
-from placements.facts.engines import Engine
 from placements.planner.plan import plan
 from placements.planner.spec_hosts import hosts_for
 from placements.resources.environ import compiling, cpu_list, environment

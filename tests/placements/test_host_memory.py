@@ -7,20 +7,16 @@ from typing import Any
 
 import pytest
 
+from placements.engines.memory import COMPILE_WORKER_GIB, COMPILER_GIB, COMPILER_THREADS, GIB, PROCESS_GIB
+from placements.engines.registry import Engine
+from placements.engines.vllm.capabilities import release_for
+from placements.engines.vllm.memory import VLLM_GIB
 from placements.facts.checkpoints import Checkpoint
-from placements.facts.engines import Engine
 from placements.facts.topology import TOPOLOGIES
-from placements.facts.vllm import release_for
 from placements.resources.host_memory import (
-    COMPILE_WORKER_GIB,
-    COMPILER_GIB,
-    COMPILER_THREADS,
-    PROCESS_GIB,
-    VLLM_GIB,
     compilers_at_once,
     host_memory,
 )
-from placements.resources.memory import GIB
 from tests.placements.fleets import LLAMA_2_7B, model
 from tests.placements.test_memory import LLAMA_31_8B, LLAMA_31_70B, OPT_13B
 

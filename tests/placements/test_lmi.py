@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from placements.engines.registry import Engine
+from placements.engines.vllm.flags import FIELDS, FLAGS, REFUSED
 from placements.facts.checkpoints import Checkpoint
-from placements.facts.engines import Engine
 from placements.facts.topology import Machine
 from placements.lmi.importing import UNNAMED, Imported, LmiModel, import_lmi
 from placements.lmi.rows import ROWS
@@ -23,7 +24,6 @@ from placements.lmi.vllm_rows import VLLM_ROWS
 from placements.planner.plan import plan
 from placements.planner.spec_hosts import hosts_for
 from placements.rules.checks import check
-from placements.rules.options.vllm_flags import FIELDS, FLAGS, REFUSED
 from placements.spec.parse import parse
 from placements.spec.schema import ModelSpec
 from tests.placements.lmi_configs import CONFIGS, PARAMETERS

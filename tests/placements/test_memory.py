@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
+from placements.engines.memory import GIB
+from placements.engines.registry import Engine
 from placements.facts.checkpoints import Checkpoint
-from placements.facts.engines import Engine
 from placements.facts.topology import TOPOLOGIES
 from placements.resources.memory import (
     COLLECTIVES_GIB,
-    GIB,
     MemoryEstimate,
     estimate,
     fits,

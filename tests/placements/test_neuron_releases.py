@@ -9,8 +9,8 @@ from itertools import pairwise
 
 import pytest
 
-from placements.facts import vllm
-from placements.facts.engines import ENGINES, Engine, newest_nxd, series
+from placements.engines.registry import CHOICES, ENGINES, Engine, sdks_with
+from placements.engines.vllm.capabilities import RELEASES
 from placements.facts.neuron_releases import (
     ENVIRONMENTS,
     SDKS,
@@ -19,9 +19,8 @@ from placements.facts.neuron_releases import (
     number,
     sdk_named,
     sdk_of,
-    sdks_with,
-    unsupported,
 )
+from placements.facts.versions import series
 
 VERSION = r"\d+(\.\d+)+"
 TAG = r"\d+(\.\d+)+-neuronx-py3\d+-sdk\d+\.\d+\.\d+-ubuntu2[24]\.04"
@@ -55,7 +54,7 @@ def test_every_row_has_a_source_and_values_of_the_expected_form() -> None:
             wrong = {name for name, form in formats.items() if not re.fullmatch(form, asdict(row)[name])}
             assert not wrong, row
             assert SOURCE.search(row.source), row
-    assert {environment.engine for environment in ENVIRONMENTS} <= set(ENGINES)
+    assert {environment.engine for environment in ENVIRONMENTS} <= set(CHOICES)
 
 
 def test_releases_are_in_the_order_of_versions_and_of_dates() -> None:
@@ -130,8 +129,8 @@ def test_images_have_an_engine_for_a_span_of_releases(
 
 def test_the_table_agrees_with_the_facts_about_engines() -> None:
     """On the last NxD Inference for inf2, and the SDK of each release of vLLM's plugin."""
-    assert series(sdks_with("nxd-inference", "inf2")[-1].nxd_inference) == newest_nxd("inf2")
-    for release in vllm.RELEASES:
+    assert series(sdks_with("nxd-inference", "inf2")[-1].nxd_inference) == ENGINES["nxd-inference"].newest("inf2")
+    for release in RELEASES:
         last = release.sdk.split(" to ")[-1]
         paired = {series(item.vllm) for sdk in SDKS if sdk.series == last for item in environments_on(sdk)}
         assert release.vllm in paired, release
@@ -152,7 +151,7 @@ def test_the_table_agrees_with_the_facts_about_engines() -> None:
 def test_a_version_that_does_not_work_is_refused_with_the_reason(
     engine: Engine, version: str, machines: str, reason: str | None
 ) -> None:
-    assert unsupported(engine, version, machines) == reason
+    assert ENGINES[engine].unsupported(version, machines) == reason
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,18 @@ from typing import Any
 
 import pytest
 
-from placements.facts.engines import ENGINE_OPTIONS, PACKAGES, Engine
-from placements.rules.options.judge import Finding, Scope, check_options, known_options
-from placements.rules.options.tables import FIELDS, TABLES, UNSERVED, Option
+from placements.engines.options import (
+    FIELDS,
+    PACKAGED,
+    TABLES,
+    UNSERVED,
+    Finding,
+    Option,
+    Scope,
+    check_options,
+    known_options,
+)
+from placements.engines.registry import Engine
 from placements.spec.schema import ModelSpec
 from tests import option_tables
 
@@ -24,7 +33,9 @@ def findings(given: dict[str, Any], engine: Engine = "nxd-inference", family: st
 
 def test_the_tables_are_those_of_the_recorded_contracts() -> None:
     """``python -m tests.option_tables`` writes them anew."""
-    assert option_tables.TABLES.read_text() == option_tables.text()
+    assert {path.read_text() for path in option_tables.FILES.values()} == {
+        *map(option_tables.text, option_tables.FILES)
+    }
 
 
 def test_the_tables_have_what_the_contracts_record() -> None:
@@ -166,5 +177,5 @@ def test_on_trn2_the_newest_version_has_its_options() -> None:
 
 def test_the_engines_of_the_options_are_those_of_the_contracts() -> None:
     """One package each; Optimum Neuron has a single option, which is checked as those of corewright's own engines."""
-    tabled = {package for engine, package in PACKAGES.items() if engine not in ENGINE_OPTIONS}
+    tabled = PACKAGED.keys()
     assert tabled == set(option_tables.CONFIGS)

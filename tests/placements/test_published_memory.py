@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from placements.engines.memory import GIB
+from placements.engines.registry import Engine
 from placements.facts.checkpoints import Checkpoint
-from placements.facts.engines import Engine
 from placements.facts.topology import TOPOLOGIES
 from placements.resources.host_memory import host_memory
-from placements.resources.memory import GIB, MemoryEstimate, estimate, fits
+from placements.resources.memory import MemoryEstimate, estimate, fits
 from placements.spec.schema import ModelSpec
 from tests.placements.fleets import GPT2_XL, LLAMA_2_7B, model
 from tests.placements.test_estimate import checkpoint as decoder

@@ -89,8 +89,8 @@ def test_the_table_of_families_shows_the_supporting_engines() -> None:
 
 def test_an_option_is_listed_or_set_by_a_field() -> None:
     """Others cannot be set."""
-    from placements.rules.options.tables import FIELDS, UNSERVED
-    from placements.rules.options.tables import TABLES as OPTIONS
+    from placements.engines.options import FIELDS, UNSERVED
+    from placements.engines.options import TABLES as OPTIONS
 
     for table in ("transformers_neuronx.NeuronConfig", "neuronx_distributed_inference.NeuronConfig"):
         listed = {name for name in OPTIONS[table] if f"`{name}`" in TABLES["options"]()}

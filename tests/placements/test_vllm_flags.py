@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from placements.facts.server_commands import container_in
-from placements.facts.vllm import RELEASES
-from placements.rules.options.vllm_flags import CONFIGS, FIELDS, FLAGS, OWN, REFUSED, VERSIONS, check_flags
+from placements.engines.server.capabilities import container_in
+from placements.engines.vllm.capabilities import RELEASES
+from placements.engines.vllm.flags import CONFIGS, FIELDS, FLAGS, OWN, REFUSED, VERSIONS, check_flags
 from placements.spec.schema import ModelSpec
 from tests import vllm_flags
 from tests.option_tables import NXD

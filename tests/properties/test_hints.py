@@ -15,8 +15,8 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from placements.engines.registry import NAMES
 from placements.facts.checkpoints import Checkpoint
-from placements.facts.engines import NAMED_ENGINES
 from placements.planner.spec_hosts import hosts_for
 from placements.rules.checks import check
 from placements.spec.parse import parse
@@ -81,7 +81,7 @@ def at(tree: Any, path: Path) -> Any:
 
 ALTERNATIVES = re.compile(r"; (?:or )?|, or (?=[a-z])|, (?=(?:raise|set|remove) )| or (?=lower )")
 SUFFIX = r"(?: if you .*| or less|, which .*| in quotes| silences this)?"
-ENGINES = "|".join(NAMED_ENGINES)
+ENGINES = "|".join(NAMES)
 GRAMMAR = tuple(
     (re.compile(pattern + SUFFIX), place)
     for pattern, place in (
@@ -220,7 +220,7 @@ def cores() -> st.SearchStrategy[Any]:
 
 COUNT = st.sampled_from([0, 1, 2, 3, 4, 9])
 FIELDS: dict[str, st.SearchStrategy[Any]] = {
-    "engine": st.sampled_from([*NAMED_ENGINES, "auto", "tnx", "nxdi", True]),
+    "engine": st.sampled_from([*NAMES, "auto", "tnx", "nxdi", True]),
     "kind": st.sampled_from(["generate", "embedding", "rerank", "embeddings"]),
     "tp_degree": st.sampled_from([1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 40, 64, 0, "8"]),
     "tensor_parallel_size": st.sampled_from([2, 3, 8]),

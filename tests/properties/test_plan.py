@@ -10,9 +10,9 @@ from itertools import combinations
 from hypothesis import event, example, given
 from hypothesis import strategies as st
 
+from placements.engines.registry import may_run, resolve, takes_cores
 from placements.facts.checkpoints import Checkpoint
 from placements.facts.core_range import CoreRange
-from placements.facts.engines import may_run, resolve, takes_cores
 from placements.facts.topology import DEGREES, TOPOLOGIES, Host, alignment
 from placements.planner.plan import Placement, Plan, Running, defragment, diff, plan
 from placements.resources.host_memory import host_memory

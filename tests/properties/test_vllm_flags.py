@@ -7,9 +7,9 @@ from typing import Any
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from placements.facts.vllm import Plugin, Version
-from placements.rules.options.tables import Option, ValueKind
-from placements.rules.options.vllm_flags import FLAGS, check_flags
+from placements.engines.options import Option, ValueKind
+from placements.engines.vllm.capabilities import Plugin, Version
+from placements.engines.vllm.flags import FLAGS, check_flags
 from tests.workers.servers.test_vllm_command import command_line
 
 TEXTS = st.sampled_from(["x", "-x", "--uds=/other", "--max-num-seqs", "a b", ""])

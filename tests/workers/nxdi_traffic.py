@@ -14,7 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from placements.facts.engines import NXD_WINDOW, nxd_release, reaches
+from placements.engines.nxd_inference.capabilities import NXD_WINDOW, nxd_release
+from placements.facts.versions import reaches
 from placements.resources.environ import compiling
 from tests.checkpoints import VOCAB_SIZE, set_eos
 from tests.closed.lane_record import count_compared

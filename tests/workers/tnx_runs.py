@@ -17,7 +17,8 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from placements.facts.engines import CPU_TRANSFORMERS, reaches
+from placements.engines.cpu.capabilities import FIRST_TRANSFORMERS
+from placements.facts.versions import reaches
 from tests.checkpoints import VOCAB_SIZE
 from tests.closed.lane_record import count_compared
 from workers.batching.batcher import Batcher
@@ -141,11 +142,11 @@ def of_the_cpu_engine(source: Path, requests: Sequence[ScriptedRequest]) -> list
     key = (str(source), tuple(requests))
     if key not in _wished:
         engine = CpuEngine(source, slots=SLOTS, max_len=MAX_LEN, threads=1)
-        if reaches(transformers.__version__, CPU_TRANSFORMERS):
+        if reaches(transformers.__version__, FIRST_TRANSFORMERS):
             engine.load()
             _wished[key] = answers(engine, source, requests)
         else:
-            with pytest.raises(EngineLoadError, match=f"transformers {CPU_TRANSFORMERS} or later"):
+            with pytest.raises(EngineLoadError, match=f"transformers {FIRST_TRANSFORMERS} or later"):
                 engine.load()
             _wished[key] = _of_transformers(source, requests)
     count_compared(sum(len(ids) for ids, _ in _wished[key]))

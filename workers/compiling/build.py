@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from placements.facts.engines import SERVER_ENGINES
+from placements.engines.registry import SERVER_ENGINES
 from workers.artifacts.sources.listing import SourceError
 from workers.artifacts.store.artifact_uses import using
 from workers.engines.open_engine import buildables, hide_progress_bars

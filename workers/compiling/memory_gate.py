@@ -7,12 +7,14 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar
 
+from placements.engines.cpu.memory import CPU_COMPILE_GIB
+from placements.engines.memory import COMPILE_WORKER_GIB, PROCESS_GIB
+from placements.engines.registry import needs_neuron
 from placements.facts.checkpoints import Checkpoint, CheckpointError
 from placements.facts.encoders import Kind
-from placements.facts.engines import Engine, needs_neuron
-from placements.resources.host_memory import COMPILE_WORKER_GIB, CPU_COMPILE_GIB, PROCESS_GIB, host_memory
+from placements.resources.host_memory import host_memory
 from placements.spec.schema import ModelSpec
 from workers.artifacts.sources.listing import Stopped
 from workers.engines.checkpoint_files import read_config
@@ -64,7 +66,7 @@ def need_gib(config: ReplicaConfig, load_gib: float | None = None) -> float:
     """
     checkpoint, model = _checkpoint(config.source, config.kind), _model(config, load_gib)
     if checkpoint is None or model is None:
-        compiler = COMPILE_WORKER_GIB if needs_neuron(cast(Engine, config.engine)) else CPU_COMPILE_GIB
+        compiler = COMPILE_WORKER_GIB if needs_neuron(config.engine) else CPU_COMPILE_GIB
         return (load_gib or PROCESS_GIB) + compiler
     need = host_memory(model, checkpoint, model.engine, _checkpoint(config.draft_source, config.kind))
     return need.load + need.compile

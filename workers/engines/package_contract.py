@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 SURFACES = Path(__file__).parent / "surfaces"
-# As in placements.facts.engines, which another interpreter may lack.
+# As in placements.engines, which another interpreter may lack.
 PACKAGES: Mapping[str, str] = {
     "transformers-neuronx": "transformers_neuronx",
     "nxd-inference": "neuronx_distributed_inference",

@@ -18,8 +18,10 @@ from typing import Literal
 
 import msgspec
 
-from placements.facts import engines
-from placements.facts.vllm import RELEASES, VllmNeuron, version_of
+from placements.engines.cpu.capabilities import FIRST_TRANSFORMERS
+from placements.engines.registry import ENGINES
+from placements.engines.vllm.capabilities import RELEASES, VllmNeuron, version_of
+from placements.facts.versions import reaches
 from workers.host.facts.tools import last_line, run
 from workers.messages.actor_message import actor_message
 from workers.messages.status import Failure
@@ -28,7 +30,9 @@ PROBE_S = 10.0  # an interpreter on a network disk may take seconds; below the d
 FOLDERS = ("placements", "workers", "orchestrator")
 NEURON_INDEX = "--extra-index-url https://pip.repos.neuron.amazonaws.com"  # PyPI has placeholders of these names
 # By engine: its Neuron package, and all required packages.
-PACKAGES: Mapping[str, str] = MappingProxyType({engine: engines.distribution(engine) for engine in engines.PACKAGES})
+PACKAGES: Mapping[str, str] = MappingProxyType(
+    {name: engine.distribution for name, engine in ENGINES.items() if engine.package}
+)
 NEEDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "cpu": ("torch", "safetensors", "numpy"),
@@ -215,8 +219,8 @@ def refusal(
         )
     transformers = interpreter.packages.get("transformers")
     own_code = engine in ("cpu", "torch-neuronx")
-    if own_code and transformers is not None and not engines.reaches(transformers, engines.CPU_TRANSFORMERS):
-        first = engines.CPU_TRANSFORMERS
+    if own_code and transformers is not None and not reaches(transformers, FIRST_TRANSFORMERS):
+        first = FIRST_TRANSFORMERS
         message = f"{path} has transformers {transformers}, and the engine {engine} needs {first} or later"
         return Failure("engine-not-installed", message, f"{path} -m pip install 'transformers>={first}'")
     return None

@@ -39,7 +39,7 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerCommand(msgspec.Struct, frozen=True, kw_only=True):
-    """The command of a server, with placeholders (`placements.facts.server_commands`)."""
+    """The command of a server, with placeholders (`placements.engines.server.capabilities`)."""
 
     command: list[str]
     listen: Literal["unix", "port"]

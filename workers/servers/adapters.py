@@ -15,8 +15,8 @@ from typing import Any
 
 import aiohttp
 
+from placements.engines.vllm.capabilities import Plugin
 from placements.facts.adapters import RANKS, USE_PEFT, Adapter, max_rank
-from placements.facts.vllm import Plugin
 from workers.engines.weight_files import tensors_of
 from workers.host import foreign_files
 from workers.messages.engine_protocol import EngineLoadError

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from placements.facts.server_commands import filled
+from placements.engines.server.capabilities import filled
 from workers.messages.engine_protocol import EngineLoadError, EngineSpec
 from workers.messages.replica_config import ReplicaConfig
 from workers.servers.completion_stream import error_message

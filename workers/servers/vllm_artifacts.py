@@ -25,7 +25,7 @@ from hashlib import blake2s
 from pathlib import Path
 from typing import Any
 
-from placements.facts.vllm import Plugin
+from placements.engines.vllm.capabilities import Plugin
 from workers.artifacts.sources.listing import SourceError
 from workers.engines.manifest_parts import checkpoint_digests, neuron_build
 from workers.host import foreign_files, host_facts

@@ -14,8 +14,8 @@ from typing import Any
 
 import msgspec
 
-from placements.facts.engines import NXD_QUANTIZED_DTYPES
-from placements.facts.vllm import BLOCK_SIZE, LORA_SINCE, Plugin, Version, blocks, plugin_of, version_of
+from placements.engines.nxd_inference.capabilities import NXD_QUANTIZED_DTYPES
+from placements.engines.vllm.capabilities import BLOCK_SIZE, LORA_SINCE, Plugin, Version, blocks, plugin_of, version_of
 from workers.engines.checkpoint_files import check_length, eos_token_ids, positions_of, read_config, text_settings
 from workers.engines.engine_setup import TORCH_DTYPES, dtype_on, source_of
 from workers.host.interpreter import probe

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import msgspec.structs
 
-from placements.facts.engines import SERVER_ENGINES
+from placements.engines.registry import SERVER_ENGINES
 from workers.artifacts.sources.listing import SourceError
 from workers.batching.batcher import Batcher
 from workers.batching.encode_batcher import EncodeBatcher

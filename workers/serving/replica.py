@@ -23,7 +23,7 @@ import ray
 from ray.util.metrics import Counter, Gauge
 
 import workers
-from placements.facts.engines import NXD_ENGINES, SERVER_ENGINES
+from placements.engines.registry import SERVER_ENGINES, capabilities
 from workers.artifacts.fetch.arrival import read_ahead
 from workers.artifacts.store.artifact_uses import using
 from workers.host import fork_server, host_facts, private_file
@@ -183,7 +183,9 @@ class Replica:
         host_facts.pin_to(config.env.get("COREWRIGHT_CPUS"))
         for folder in config.fetched_folders().values():
             self._uses.enter_context(using(folder))
-        if config.engine not in SERVER_ENGINES | NXD_ENGINES:  # a server, or what a compile has saved
+        if (
+            config.engine not in SERVER_ENGINES and not capabilities(config.engine).stores_shards
+        ):  # a server, or what a compile has saved
             threading.Thread(target=read_ahead, args=(weights_of(config),), name="read ahead", daemon=True).start()
         if config.claims is not None and config.cores:
             self._claim = CoreClaim(Path(config.claims), config.cores)

@@ -9,8 +9,8 @@ from enum import Enum
 from hashlib import blake2s
 from typing import Any
 
+from placements.engines.registry import HOST_ENGINES, Engine, candidates_of
 from placements.facts.adapters import Adapter, max_rank
-from placements.facts.engines import AUTO_ENGINES, HOST_ENGINES, Engine
 from placements.spec.schema import REACHES, ModelSpec, Reach, Spec
 
 
@@ -87,7 +87,7 @@ def model_change(before: ModelSpec | None, after: ModelSpec | None, engine: Engi
 def interpreters(spec: Spec, engine: Engine) -> dict[str, str]:
     """Returns the Python and the command that the spec sets for a resolved engine, by field; ``auto`` may resolve to
     either of two."""
-    candidates = AUTO_ENGINES if engine == "auto" else (engine,)
+    candidates = candidates_of(engine)
     pythons = {f"engines.{name}.python": spec.python_for(name) or "" for name in candidates}
     commands = {f"engines.{name}.command": " ".join(map(shlex.quote, spec.launch_of(name))) for name in candidates}
     return {field: value for field, value in (pythons | commands).items() if value}

@@ -21,7 +21,7 @@ from orchestrator.control.decisions.rollout_step import (
 )
 from orchestrator.control.decisions.update_strategy import UpdateStrategy, choose_strategy
 from orchestrator.control.journal.journal_records import Event
-from placements.facts.engines import Engine
+from placements.engines.registry import Engine
 from placements.facts.plural import counted
 
 RELOCATION_S = 60.0  # between two relocation attempts; and the limit of one, beside the starts

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from orchestrator.control.decisions.replica_view import backoff_s
 from orchestrator.control.decisions.rollout_step import Goal, ReplicaTarget, Situation, new_targets
-from placements.facts.engines import Engine, needs_neuron
+from placements.engines.registry import Engine, needs_neuron
 from placements.spec.notation import is_path
 from placements.spec.schema import ModelSpec
 from workers.messages.status import Failure

@@ -13,9 +13,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from orchestrator.control.resolve.config_builder import unplaced_config
+from placements.engines.registry import candidates_of, capabilities
 from placements.facts.adapters import USE_PEFT, Adapter
 from placements.facts.checkpoints import Checkpoint, CheckpointError, families
-from placements.facts.engines import AUTO_ENGINES, CODE_ENGINES
 from placements.spec.notation import is_path, source_kind
 from placements.spec.problems import Problem
 from placements.spec.schema import ModelSpec, Spec
@@ -140,7 +140,7 @@ def read_facts(
         read = _read(part, folder, head, part.where(spec), spec.python_for(part.model.engine))
         if isinstance(read, Checkpoint):
             (drafts if part.is_draft else checkpoints)[part.model.name] = read
-        if part.model.engine == "server" and Path(folder).is_dir():
+        if capabilities(part.model.engine).forwards and Path(folder).is_dir():
             continue  # its command may load files that corewright cannot read
         problem = None if isinstance(read, Checkpoint) else read
         if here is not None and head is None and (problem is None or problem.severity == "warning"):
@@ -184,7 +184,7 @@ def _read(part: SourcePart, folder: str, head: Metadata | None, where: str, pyth
             return Problem("layout-unsupported", "error", where, f"{model}: {unsupported}", _CONVERT)
         return Checkpoint.from_config(config, part.model.kind)
     except CheckpointError as error:
-        if error.id == "unknown-family" and part.model.engine == "vllm":
+        if error.id == "unknown-family" and capabilities(part.model.engine).own_families:
             fact = f"{model}: the planner has no facts of the family {config['model_type']!r}; vLLM decides on it"
             return Problem("checkpoint-unreadable", "warning", where, fact, f"check that vLLM serves it; {_SKIPPED}")
         return Problem(error.id, "error", where, f"{model}: {error.what}", error.hint)
@@ -238,7 +238,7 @@ def _unsupported(part: SourcePart, folder: str, head: Metadata | None, config: A
     names, engine = names_in(Path(folder)) if head is None else head.names, part.model.engine
     layout = layout_of(names, config)
     engines = served_by(layout, names)
-    if engine in engines or (engine == "auto" and any(candidate in engines for candidate in AUTO_ENGINES)):
+    if any(candidate in engines for candidate in candidates_of(engine)):
         return None
     shown = f"only {' and '.join(engines)} does" if engines else "no engine of this version does"
     return f"{part.source} has the layout {layout}, which {engine} does not load: {shown}"
@@ -247,7 +247,7 @@ def _unsupported(part: SourcePart, folder: str, head: Metadata | None, config: A
 def _needed_code(model: ModelSpec, config: object) -> str | None:
     """Returns the Python code of a checkpoint of an unknown family, as "file.Class"; None: it names none, or the
     model's engine and kind never run it."""
-    if not isinstance(config, dict) or model.engine not in CODE_ENGINES or model.kind != "generate":
+    if not isinstance(config, dict) or not capabilities(model.engine).runs_code or model.kind != "generate":
         return None
     named = config.get("auto_map")
     if config.get("model_type") in families(model.kind) or not isinstance(named, dict):
@@ -373,8 +373,10 @@ _TOKENIZER_FILES = (
 def tokenizer_key(engine: str, folder: str | None) -> str:
     """Returns a key that is equal for sources with identical tokenizer and chat template files, and, of
     sentence-transformers' folders, identical prompts and limits; a gateway loads equal tokenizers once. Blocks."""
-    if engine == "echo" or folder is None:
-        return engine if engine == "echo" else f"{engine}:{folder}"
+    if not capabilities(engine).reads_checkpoint:
+        return engine
+    if folder is None:
+        return f"{engine}:{folder}"
     digest = blake2s(digest_size=8)
     empty = digest.digest()
     for name in _TOKENIZER_FILES:
@@ -418,7 +420,7 @@ def _with(exports: list[RegisteredExport], error: SourceError, model: ModelSpec)
 
 def _settings(model: ModelSpec) -> OptimumSettings | None:
     """Returns the settings to compare; None: another engine's, or they are broken."""
-    if model.engine != "optimum-neuron" or model.broken & _COMPARED:
+    if not capabilities(model.engine).exports_graphs or model.broken & _COMPARED:
         return None
     return OptimumSettings.of(
         unplaced_config(model, model.engine, source="", draft_source=None, length=model.length(None))

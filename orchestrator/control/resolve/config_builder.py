@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from workers.messages.replica_config import ReplicaConfig, ServerCommand
 
 if TYPE_CHECKING:
-    from placements.facts.engines import Engine
+    from placements.engines.registry import Engine
     from placements.spec.schema import ModelSpec
     from placements.spec.sections import Server
 

@@ -11,8 +11,16 @@ import msgspec.structs
 
 from orchestrator.control.resolve.resolved_revision import ResolvedRevision
 from orchestrator.process.version import corewright_version
-from placements.facts.engines import AUTO_ENGINES, PACKAGES, SERVER_ENGINES, Engine, NoEngine, choose_engine
-from placements.facts.tnx_families import MISREAD_HINT
+from placements.engines.registry import (
+    AUTO_ENGINES,
+    SERVER_ENGINES,
+    Engine,
+    NoEngine,
+    capabilities,
+    choose_engine,
+    needs_neuron,
+)
+from placements.engines.transformers_neuronx.capabilities import MISREAD_HINT
 from workers.host.interpreter import Interpreter, refusal, vllm_refusal
 from workers.messages.replica_config import ReplicaConfig
 from workers.messages.status import Failure
@@ -36,14 +44,14 @@ async def resolve_engine(config: ReplicaConfig, generation: ResolvedRevision, ho
     """
     if config.engine == "auto":  # 1
         return await _chosen(config, generation, hosts)
-    if config.python is not None or config.engine in (*PACKAGES, "torch-neuronx"):
+    if config.python is not None or needs_neuron(config.engine):
         interpreter = await hosts.interpreter(config.python, config.host)
         refused = _refusal(interpreter, config.engine) or _misread(
             interpreter, config.engine, config.model, generation
         )  # 2
         if refused is not None:
             return refused
-    if config.engine == "vllm":
+    if capabilities(config.engine).launches:
         interpreter = await hosts.interpreter(config.server_python, config.host)
         host = next(host for host in generation.hosts if host.name == config.host)
         return vllm_refusal(interpreter, generation.spec.vllm_release_on(host)) or config
@@ -88,10 +96,10 @@ def _refusal(interpreter: Interpreter, engine: str) -> Failure | None:
 
 def _misread(interpreter: Interpreter, engine: str, model: str, generation: ResolvedRevision) -> Failure | None:
     checkpoint = generation.checkpoints.get(model)
-    if engine != "transformers-neuronx" or checkpoint is None:
+    if checkpoint is None:
         return None
-    how = checkpoint.on_tnx.misread(interpreter.packages.get("transformers"))
-    fact = f"transformers-neuronx misreads the rotary positions of {model} in {interpreter.python}: {how}"
+    how = capabilities(engine).misread(checkpoint.config, interpreter.packages.get("transformers"))
+    fact = f"{engine} misreads the rotary positions of {model} in {interpreter.python}: {how}"
     return Failure("rotary-misread", fact, MISREAD_HINT) if how else None
 
 

@@ -6,7 +6,6 @@ import asyncio
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import msgspec
 
@@ -17,7 +16,7 @@ from orchestrator.control.resolve.resolved_revision import replica_config, resol
 from orchestrator.control.resolve.spec_file import SpecFile
 from orchestrator.process.failure import Failed
 from orchestrator.process.home import Home
-from placements.facts.engines import Engine, needs_neuron
+from placements.engines.registry import Engine, needs_neuron
 from placements.facts.topology import Host
 from placements.planner.placement import Placement
 from placements.planner.plan import plan
@@ -186,7 +185,7 @@ def target_of(host: Host, engine: Engine) -> str:
 def for_the_target(config: ReplicaConfig, host: Host) -> ReplicaConfig:
     """Returns the configuration with the compiler's target set, if this machine does not have the devices of the spec's
     host. An emulated host is this machine itself."""
-    if not needs_neuron(cast(Engine, config.engine)) or host.topology is None or host.emulated:
+    if not needs_neuron(config.engine) or host.topology is None or host.emulated:
         return config
     target = _target(host.topology.instance)
     if os.environ.get(neuron_target.OVERRIDE) or _target(this_host.instance_type() or "") == target:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from orchestrator.control.resolve.checkpoint_reader import CheckpointFacts, SourcePart
 from orchestrator.control.resolve.config_builder import unplaced_config
-from placements.facts.engines import Engine
+from placements.engines.registry import capabilities
 from placements.facts.topology import TOPOLOGIES
 from placements.spec.problems import Problem
 from placements.spec.schema import ModelSpec, Spec
@@ -14,7 +14,6 @@ from workers.messages.engine_protocol import EngineLoadError
 from workers.messages.replica_config import DRAFT, ReplicaConfig
 from workers.neff_cache.neuron_target import TARGETS
 
-_ENGINES: tuple[Engine, ...] = ("nxd-inference", "optimum-neuron")  # ``auto`` on Neuron is resolved on the host
 _NEEDED = frozenset(
     {"allow_pickle", "buckets", "draft", "dtype", "engine", "engine_options", "fuse_qkv", "max_batch", "max_len"}
     | {"quantize", "quantize_kv", "sampling", "source", "tp_degree"}
@@ -24,7 +23,8 @@ _NEEDED = frozenset(
 def precompiled_problems(spec: Spec, facts: CheckpointFacts) -> Iterator[Problem]:
     """Yields an error for each model whose start would fail; models without a known config.json are skipped. Blocks."""
     for model in spec.models:
-        if model.engine in _ENGINES and model.name in facts.checkpoints and not _NEEDED & model.broken:
+        loads = capabilities(model.engine).loads_compiled  # ``auto`` on Neuron is resolved on the host
+        if loads and model.name in facts.checkpoints and not _NEEDED & model.broken:
             problem = _problem(spec, model, facts)
             if problem is not None:
                 yield problem
@@ -47,7 +47,7 @@ def _problem(spec: Spec, model: ModelSpec, facts: CheckpointFacts) -> Problem | 
 
 
 def _start_error(config: ReplicaConfig, spec: Spec) -> EngineLoadError | None:
-    if config.engine == "nxd-inference":
+    if not capabilities(config.engine).exports_graphs:
         from workers.engines.nxd_inference.precompiled import start_error
 
         return start_error(config)

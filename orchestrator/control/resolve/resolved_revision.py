@@ -27,9 +27,9 @@ from orchestrator.control.resolve.checkpoint_reader import (
 from orchestrator.control.resolve.config_builder import unplaced_config
 from orchestrator.messages.controller_settings import ControllerSettings
 from orchestrator.process.home import Home
+from placements.engines.registry import SERVER_ENGINES, Engine, resolve
 from placements.facts.adapters import Adapter
 from placements.facts.checkpoints import Checkpoint
-from placements.facts.engines import SERVER_ENGINES, Engine, resolve
 from placements.facts.topology import Host, Machine
 from placements.planner.placement import Placement
 from placements.planner.plan import plan

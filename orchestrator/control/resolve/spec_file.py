@@ -14,8 +14,8 @@ from orchestrator.control.resolve.checkpoint_reader import CheckpointFacts, is_h
 from orchestrator.control.resolve.precompiled_checkpoint import precompiled_problems
 from orchestrator.process.failure import Failed
 from orchestrator.process.spec_text import MAX_SPEC_BYTES, decoded, read_text
+from placements.engines.registry import resolve
 from placements.facts.checkpoints import Checkpoint
-from placements.facts.engines import resolve
 from placements.facts.topology import Host, Machine
 from placements.planner.spec_hosts import hosts_for
 from placements.rules.checks import check

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from orchestrator.gateway.openai import errors
 from orchestrator.messages.route_table import ModelRoutes
+from placements.engines.registry import capabilities
 from workers.engines.encoder.layout import EncoderLayout, read_layout
 from workers.messages.encoder_protocol import EncoderKind
 from workers.messages.engine_protocol import EngineLoadError
@@ -93,8 +94,8 @@ class Tokenizers:
 
 def _key(routes: ModelRoutes) -> Key:
     """Returns the folder of the tokenizer, and its content: equal for equal ones."""
-    if routes.engine == "echo":
-        return None, "echo"
+    if not capabilities(routes.engine).reads_checkpoint:
+        return None, routes.engine
     return routes.source, routes.reading if routes.tokenizer else f"{routes.kind} {routes.source}"
 
 
@@ -110,7 +111,7 @@ def _load(pool: TokenizerPool, routes: ModelRoutes) -> PromptTokenizer:
 def layout_of(routes: ModelRoutes) -> EncoderLayout | None:
     """Returns the layout of an encoder's folder; None for a model that generates, or has no folder. Blocks. Raises
     EngineLoadError."""
-    if routes.kind == "generate" or routes.engine == "echo" or routes.source is None:
+    if routes.kind == "generate" or not capabilities(routes.engine).reads_checkpoint or routes.source is None:
         return None
     return _layout(Path(routes.source), routes.kind, routes.tokenizer)
 

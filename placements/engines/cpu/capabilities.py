@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
-from placements.engines.capabilities import Capabilities, OptionRange
+from placements.engines.capabilities import ON_CPUS, Capabilities, OptionRange, Unused
 from placements.facts.encoders import KINDS
 
 FIRST_TRANSFORMERS = "4.57"
@@ -21,6 +21,10 @@ CAPABILITIES = Capabilities(
         {"prefill_chunk": OptionRange(1, 1 << 24, whole=True), "prefix_cache": None, "compile": None}
     ),
     runs_code=True,
+    warm=True,
+    drafts=("draft_model",),
+    pads_to_longest=True,
+    unused=(*ON_CPUS, Unused(("draft", "engine_options"), encoding=True)),
 )
-"""``prefill_chunk``: tokens of a prompt in one forward pass; ``prefix_cache``: reuse the longest prefix that a slot still
-holds; ``compile``: compile each bucket with torch.compile."""
+"""``prefill_chunk``: tokens of a prompt in one forward pass; ``prefix_cache``: reuse the longest prefix that a slot
+still holds; ``compile``: compile each bucket with torch.compile."""

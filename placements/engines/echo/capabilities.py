@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
-from placements.engines.capabilities import Capabilities, OptionRange
+from placements.engines.capabilities import ON_CPUS, Capabilities, OptionRange
 from placements.facts.encoders import KINDS
 
 CAPABILITIES = Capabilities(
@@ -14,5 +14,8 @@ CAPABILITIES = Capabilities(
     dtype="fp32",
     options=MappingProxyType({"step_ms": OptionRange(0, 3_600_000, whole=False)}),
     imports_long=False,
+    reads_checkpoint=False,
+    penalizes=False,
+    unused=ON_CPUS,
 )
 """``step_ms``: the duration of a step, to simulate a slow engine."""

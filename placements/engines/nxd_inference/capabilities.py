@@ -1,14 +1,111 @@
-"""What the engine ``nxd-inference`` can do."""
+"""What the engine ``nxd-inference`` can do, by the series of NxD Inference."""
 
 from __future__ import annotations
 
-from placements.engines.capabilities import NEURON_INDEX, Capabilities
+from collections.abc import Mapping
+from types import MappingProxyType
 
-CAPABILITIES = Capabilities(
+from placements.engines.capabilities import NEURON_INDEX, Capabilities, ClassOptions
+from placements.facts.versions import order, reaches, series
+
+Release = tuple[int, int]
+
+NXD_VERSIONS = ("0.4", "0.5", "0.6", "0.7", "0.8", "0.9")
+"""The supported series of NxD Inference, oldest first. The own code of earlier ones has not been run."""
+NXD_RELEASES: tuple[Release, ...] = tuple((major, minor) for major, minor in map(order, NXD_VERSIONS))
+
+_LAST: Mapping[str, str] = {"inf2": "0.8", "trn1": "0.8"}
+"""Machine family -> the last series of NxD Inference: the models of 0.9 require Trn2 (its release notes)."""
+
+NXD_FAMILIES: Mapping[str, str] = {"llama": "0.4", "mixtral": "0.4", "qwen2": "0.5", "qwen3": "0.5", "mistral": "0.4"}
+"""model_type -> the first series of NxD Inference that serves it, from ``utils.constants.MODEL_TYPES`` of the series
+above, for the families in `checkpoints`. No family was dropped again. Mistral has its own class from 0.9 on; before
+that, Llama's class serves it."""
+
+NXD_WINDOW = "0.7"
+"""The first series of NxD Inference that keeps the sliding window of Mistral: Llama's class reads it from then on."""
+
+NXD_FUSED_QKV: Mapping[str, str] = {"llama": "0.4", "qwen2": "0.7", "qwen3": "0.9"}
+"""Class of a family -> the first series of NxD Inference in which it joins the weights of Q, K and V
+(`convert_state_dict_to_fused_qkv`). A compile with any other class ends with a KeyError."""
+
+NXD_UNQUANTIZED: Mapping[str, str] = {
+    "mixtral": "it joins the weights of the experts, but not their scales",
+    "qwen2": "it does not divide the biases of quantized layers",
+}
+"""Families that no series of NxD Inference quantizes -> why. A compile ends with "Cannot find ...gate_up_proj.scale",
+or with NotImplementedError in `quantization_layers.set_bias_to_state_dict`."""
+
+NXD_QUANTIZED_OPTIONS = ("quantized_checkpoints_path", "quantization_dtype")
+"""Options of NxD Inference's NeuronConfig that require ``quantize``."""
+
+NXD_QUANTIZED_DTYPES: Mapping[str, tuple[str, ...]] = {"int8": ("int8",), "fp8": ("f8e4m3", "f8e5m2")}
+"""``quantize`` -> values of ``quantization_dtype``, the default first."""
+
+NXD_E5M2 = "0.7"
+"""The first series of NxD Inference that computes with f8e5m2: earlier ones convert all types except f8e4m3 to int8
+(`model_wrapper.DecoderModelInstance.load_module`)."""
+
+
+def nxd_release(version: str) -> Release:
+    """Returns the series of ``NXD_VERSIONS`` whose options a version has: "0.8.16251+f3ca" is (0, 8).
+
+    The newest series for a version that is newer or not a number; the oldest series for an older one.
+    """
+    parts = series(version).split(".")
+    if len(parts) != 2 or not all(part.isdecimal() for part in parts):
+        return NXD_RELEASES[-1]
+    return max((release for release in NXD_RELEASES if release <= order(series(version))), default=NXD_RELEASES[0])
+
+
+class NxdCapabilities(Capabilities):
+    """What NxD Inference can do."""
+
+    def runs_in(self, machines: str, version: str | None = None) -> bool:
+        """By the last series of the machines."""
+        return version is None or machines not in _LAST or reaches(_LAST[machines], series(version))
+
+    def serves(self, model_type: str, machines: str | None = None, version: str | None = None) -> bool:
+        """By the first series of the family."""
+        newest = version or (NXD_VERSIONS[-1] if machines is None else self.newest(machines))
+        return super().serves(model_type, machines, version) and reaches(newest, NXD_FAMILIES[model_type])
+
+    def newest(self, machines: str) -> str:
+        """The last known series."""
+        return _LAST.get(machines, NXD_VERSIONS[-1])
+
+    def unsupported(self, version: str, machines: str) -> str | None:
+        """Earlier versions than the supported ones do not work anywhere."""
+        if version and not reaches(version, NXD_VERSIONS[0]):
+            return f"{version} is too old: {NXD_VERSIONS[0]} and later are supported"
+        return super().unsupported(version, machines)
+
+    def step_widths(self, draft_k: int | None) -> tuple[int, ...]:
+        """One token, or a draft's with one more (`model_base`)."""
+        return (1,) if draft_k is None else (1, draft_k + 1)
+
+
+CAPABILITIES = NxdCapabilities(
     engine="nxd-inference",
     runs_on="neuron",
     package="neuronx_distributed_inference",
     requires=("neuronx-distributed-inference",),
     install="AWS's Deep Learning AMI Neuron has it under /opt/aws_neuronx_venv_pytorch_*_nxd_inference; "
     f"else pip install neuronx-distributed-inference {NEURON_INDEX}",
+    options=MappingProxyType({"prefix_cache": None}),
+    families=tuple(NXD_FAMILIES),
+    stores_shards=True,
+    loads_compiled=True,
+    quantize=("int8", "fp8"),
+    quantize_kv=("fp8",),
+    drafts=("draft_model",),
+    unquantized=MappingProxyType(NXD_UNQUANTIZED),
+    compiler_flags=frozenset(
+        {"--auto-cast", "--model-type", "--tensorizer-options", "--internal-hlo2tensorizer-options", "--logfile"}
+    ),
+    class_options=(ClassOptions("MoENeuronConfig", "mixture-of-experts models", ("mixtral", "qwen3_moe")),),
+    why_no_encoder="its models return the logits or the id of the next token, not the hidden states of a text",
+    versions=NXD_VERSIONS,
 )
+"""``prefix_cache``: keep prefixes of prompts in blocks of the KV cache (`kv_blocks`). The compiler's flags are those
+that `ModelWrapper` and neuronx-distributed's `ModelBuilder` pass in every version."""

@@ -1,17 +1,56 @@
-"""What the engine ``optimum-neuron`` can do."""
+"""What the engine ``optimum-neuron`` can do, by the two eras of Optimum Neuron."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Literal
 
-from placements.engines.capabilities import NEURON_INDEX, Capabilities, OptionRange
+from placements.engines.capabilities import NEURON_INDEX, Capabilities, OptionRange, Unused
+from placements.facts.versions import order
 
-CAPABILITIES = Capabilities(
+OptimumEra = Literal["tnx", "nxd"]
+"""Optimum Neuron over transformers-neuronx, or with its own backend on NeuronX Distributed."""
+
+OPTIMUM_FAMILIES: Mapping[OptimumEra, tuple[str, ...]] = {
+    "tnx": ("bloom", "gpt2", "llama", "mistral", "mixtral", "opt", "qwen2"),
+    "nxd": ("llama", "mixtral", "qwen2", "qwen3"),
+}
+"""Families of optimum-neuron 0.0.28 and 0.4.5, of those in `checkpoints`."""
+
+OPTIMUM_FIRST = (0, 4, 2)
+"""The first version of Optimum Neuron whose NxD backend has the interface that is used here."""
+
+
+def optimum_era(version: str) -> OptimumEra | None:
+    """Returns the era of a version of Optimum Neuron; None for one that is not supported."""
+    release = order(version)[:3]
+    if release == (0, 0, 28):
+        return "tnx"
+    return "nxd" if OPTIMUM_FIRST <= release < (0, 5) else None
+
+
+class OptimumCapabilities(Capabilities):
+    """What Optimum Neuron can do."""
+
+    def serves(self, model_type: str, machines: str | None = None, version: str | None = None) -> bool:
+        """By the era of the version."""
+        eras = OPTIMUM_FAMILIES if version is None else [era] if (era := optimum_era(version)) else []
+        return any(model_type in OPTIMUM_FAMILIES[each] for each in eras)
+
+
+CAPABILITIES = OptimumCapabilities(
     engine="optimum-neuron",
     runs_on="neuron",
     package="optimum.neuron",
     requires=("optimum-neuron",),
     install=f"pip install 'optimum-neuron[neuronx]==0.4.5' {NEURON_INDEX}",
     options=MappingProxyType({"prefill_chunk_size": OptionRange(0, 1 << 24, whole=True)}),
+    families=tuple(sorted({name for names in OPTIMUM_FAMILIES.values() for name in names})),
+    stores_shards=True,
+    loads_compiled=True,
+    exports_graphs=True,
+    unused=(Unused(("buckets", "fuse_qkv", "compiler"), "remove {field}", ", which chooses it itself"),),
+    absent="not in AWS's images; see docs/engines.md",
 )
 """``prefill_chunk_size``: tokens of a prompt in one run, from Optimum Neuron 0.4.6 on; 0: all."""

@@ -1,7 +1,137 @@
-"""What the engine ``vllm`` can do."""
+"""What the engine ``vllm`` can do, by the releases of its two plugins for Neuron and their machines."""
 
 from __future__ import annotations
 
-from placements.engines.capabilities import Capabilities
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
 
-CAPABILITIES = Capabilities(engine="vllm", runs_on="server", runs_code=True, imports_long=False)
+from placements.engines.capabilities import Capabilities, DraftMethod
+from placements.facts.versions import series
+
+Plugin = Literal["nxd", "neuron", "cpu"]
+"""``nxd``: `vllm-neuron` up to 0.5, on NxD Inference. ``neuron``: the later one, "vLLM Neuron", with a back end of its
+own. ``cpu``: vLLM's CPU back end, on emulated hosts."""
+
+NEURON_FROM = (0, 20)
+"""The first version of `vllm-neuron` with a back end of its own; its versions begin with vLLM's."""
+
+Version = tuple[int, int]
+
+
+PluginRelease = Literal["0.2", "0.4", "0.5", "0.21", "0.24"]
+
+
+class VllmNeuron(NamedTuple):
+    """A release of `vllm-neuron`: the vLLM and the Neuron SDK that it is for."""
+
+    plugin: PluginRelease
+    vllm: str
+    sdk: str
+
+    @property
+    def back_end(self) -> Plugin:
+        """The plugin of the release."""
+        return plugin_of(self.plugin)
+
+    @property
+    def drafts(self) -> tuple[DraftMethod, ...]:
+        """The methods of speculative decoding: EAGLE 3 came with 0.4, and a draft model ended with vLLM's V0."""
+        if self.back_end == "neuron":
+            return ("eagle3",)
+        return ("eagle",) if self.plugin == "0.2" else ("eagle", "eagle3")
+
+
+RELEASES: tuple[VllmNeuron, ...] = (
+    VllmNeuron("0.2", "0.11", "2.27"),
+    VllmNeuron("0.4", "0.13", "2.28"),
+    VllmNeuron("0.5", "0.16", "2.29 to 2.31"),
+    VllmNeuron("0.21", "0.21", "2.31"),
+    VllmNeuron("0.24", "0.24", "2.32"),
+)
+"""By AWS's release notes (nxd-inference.rst, containers.rst, vllm-user-guide-v1.rst), oldest first."""
+
+LAST_FOR: Mapping[str, str] = {"inf2": "0.4", "trn1": "0.4"}
+"""Machine family -> the last release of the plugin that runs there: NxD Inference 0.9 of SDK 2.29 requires trn2."""
+
+
+LORA_SINCE: Version = (0, 13)
+"""The vLLM of `vllm-neuron` 0.4, which first serves LoRA adapters on NxD Inference."""
+
+BLOCK_SIZE = 32
+"""Tokens of a block of the KV cache with prefix caching, as both plugins recommend."""
+
+KV_SHARE = 0.30
+"""The share that the KV cache gets of what the plugin "vLLM Neuron" uses of HBM, see `hbm_share`:
+VLLM_NEURON_KV_GMU_BUDGET_CAP_FRACTION."""
+
+MIN_KV_GIB = 1.0
+"""The least KV cache on a core with which it starts: VLLM_NEURON_MIN_KV_BUDGET_GIB."""
+
+
+def hbm_share(options: Mapping[str, Any]) -> float:
+    """Returns the share of HBM that vLLM uses: gpu_memory_utilization of ``engine_options``, or vLLM's default."""
+    given = options.get("gpu_memory_utilization")
+    return float(given) if isinstance(given, int | float) and 0 < given <= 1 else 0.9
+
+
+def release_for(machines: str, named: PluginRelease | None = None) -> VllmNeuron:
+    """Returns the release to plan for: the named one, else the last that runs on the family of machines."""
+    name = named or LAST_FOR.get(machines, RELEASES[-1].plugin)
+    return next(release for release in RELEASES if release.plugin == name)
+
+
+def blocks(max_len: int, slots: int, block_size: int) -> int:
+    """Returns the blocks that hold every slot at its full length."""
+    return -(-max_len // block_size) * slots
+
+
+def kv_tokens(options: Mapping[str, Any], slots: int, max_len: int) -> int:
+    """Returns the tokens of the KV cache by ``engine_options``: whole slots, or blocks with ``prefix_cache``."""
+    if options.get("prefix_cache") is not True:
+        return slots * max_len
+    size, number = options.get("block_size"), options.get("num_gpu_blocks_override")
+    size = size if type(size) is int and size > 0 else BLOCK_SIZE
+    return size * (number if type(number) is int and number > 0 else blocks(max_len, slots, size))
+
+
+def version_of(text: str) -> Version:
+    """Returns the first two numbers of a version: "0.24.0.1.1.0" is (0, 24). (0, 0) without numbers."""
+    numbers = [part for part in text.split("+")[0].split(".")[:2] if part.isdecimal()]
+    return (int(numbers[0]), int(numbers[1])) if len(numbers) == 2 else (0, 0)
+
+
+def plugin_of(vllm_neuron: str) -> Plugin:
+    """Returns the plugin of a version of `vllm-neuron`."""
+    return "neuron" if version_of(vllm_neuron) >= NEURON_FROM else "nxd"
+
+
+class VllmCapabilities(Capabilities):
+    """What vLLM can do. Its versions are those of vLLM."""
+
+    def version_among(self, packages: Mapping[str, str]) -> str | None:
+        """That of vLLM, if it has the plugin."""
+        return packages.get("vllm") if "vllm-neuron" in packages else None
+
+    def unsupported(self, version: str, machines: str) -> str | None:
+        """By the releases of the plugin."""
+        if not version:
+            return None
+        release = next((item for item in RELEASES if item.vllm == series(version)), None)
+        if release is None:
+            return f"{version} is of no supported release of vllm-neuron"
+        last = RELEASES.index(release_for(machines))
+        return None if RELEASES.index(release) <= last else f"{version} does not run on {machines}"
+
+
+CAPABILITIES = VllmCapabilities(
+    engine="vllm",
+    runs_on="server",
+    runs_code=True,
+    imports_long=False,
+    own_families=True,
+    quantize=("int8", "fp8"),
+    quantize_kv=("fp8",),
+    drafts=("draft_model", "eagle", "eagle3"),
+    serves_adapters=True,
+    launches=True,
+)

@@ -14,7 +14,7 @@ import pytest
 
 from orchestrator.cli import main as cli
 from orchestrator.cli.bootstrap import MachineSituation, ModelReading, bootstrap
-from placements.facts.engines import Engine
+from placements.engines.registry import Engine
 from tests.doubles.machine import build_machine, make_interpreter
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "bootstrap"

@@ -19,7 +19,7 @@ from orchestrator.cli import main as cli
 from orchestrator.cli.diagnosis import FleetReading, InterpreterReading, Readings, Report, report
 from orchestrator.cli.doctor import text
 from orchestrator.messages.fleet_status import ReplicaInFleet
-from placements.facts.vllm import release_for
+from placements.engines.vllm.capabilities import release_for
 from tests.doubles import Neuron
 from tests.doubles.machine import Machine, build_machine, make_interpreter
 from tests.orchestrator.fakefleet import LiveAdmin, replica

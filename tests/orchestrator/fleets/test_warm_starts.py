@@ -14,7 +14,7 @@ import pytest
 from orchestrator.cli.app import DEMO
 from orchestrator.cluster.ray_workers import IDLE
 from orchestrator.process.home import Home
-from placements.resources.host_memory import PROCESS_GIB
+from placements.engines.memory import PROCESS_GIB
 from tests.fleet import LiveFleet, until
 from tests.orchestrator.clients import complete
 

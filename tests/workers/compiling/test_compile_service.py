@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.control.resolve.spec_file import load
-from placements.resources.host_memory import PROCESS_GIB, host_memory
+from placements.engines.memory import PROCESS_GIB
+from placements.resources.host_memory import host_memory
 from tests.checkpoints import make_checkpoint
 from tests.workers.tnx_runs import config
 from workers.artifacts.fetch.progress import FetchStatus, Progress
@@ -250,7 +251,7 @@ def test_a_host_estimates_memory_as_the_plan_does(tmp_path: Path, engine: str) -
     )
     file = load(str(tmp_path / "spec.yaml"))
     assert file.spec is not None
-    result = host_memory(file.spec.models[0], file.checkpoints["m"], engine)  # type: ignore[arg-type]
+    result = host_memory(file.spec.models[0], file.checkpoints["m"], engine)
     assert need_gib(config(tmp_path / "model", engine=engine)) == result.load + result.compile
     assert need_gib(config(tmp_path / "model", engine=engine), 200.0) == 200.0 + result.compile
 

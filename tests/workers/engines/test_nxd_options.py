@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from placements.facts.engines import NXD_QUANTIZED_OPTIONS, NXD_RELEASES, nxd_release
+from placements.engines.nxd_inference.capabilities import NXD_QUANTIZED_OPTIONS, NXD_RELEASES, nxd_release
 from tests.checkpoints import VOCAB_SIZE
 from tests.contracts import contract
 from tests.workers.nxdi_traffic import replica_config

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from placements.facts.engines import nxd_release
+from placements.engines.nxd_inference.capabilities import nxd_release
 from tests.contracts import contract
 from tests.doubles import Neuron, neuron  # noqa: F401 - the fixture
 from tests.workers import nxdi_traffic

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from placements.facts.engines import NXD_VERSIONS
+from placements.engines.nxd_inference.capabilities import NXD_VERSIONS
 from tests import traces
 from tests.checkpoints import make_checkpoint
 from tests.closed.nxd_lane import real_nxdi as real_nxdi

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from placements.facts import engines
+from placements.engines import registry
 from tests.contracts import PACKAGES, contract, surfaces
 from workers.engines import package_contract as workers_contract
 from workers.engines.package_contract import Drift
@@ -24,7 +24,9 @@ COMPILE = "neuronx_distributed_inference.models.application_base.NeuronApplicati
 
 def test_package_names_equal_those_of_the_planner() -> None:
     """The module stands alone, so that any interpreter can run it, and has a copy of their names."""
-    assert dict(workers_contract.PACKAGES) == engines.PACKAGES
+    assert dict(workers_contract.PACKAGES) == {
+        name: able.package for name, able in registry.ENGINES.items() if able.package
+    }
 
 
 def install(

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from placements.facts.tnx_families import Reading
+from placements.engines.transformers_neuronx.capabilities import Reading
 from tests.checkpoints import INIT_STD
 from tests.closed.forced import deviation
 from tests.doubles import Neuron, beside_transformers

@@ -20,8 +20,7 @@ import msgspec
 import pytest
 import torch
 
-from placements.facts.engines import TNX_SAMPLING
-from placements.facts.tnx_families import FAMILIES as ALL_FAMILIES
+from placements.engines.transformers_neuronx.capabilities import FAMILIES as ALL_FAMILIES
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint, set_eos
 from tests.closed import real_tnx  # noqa: F401 - the fixture
 from tests.contracts import contract
@@ -46,7 +45,7 @@ from workers.messages.engine_protocol import DeviceSampling, EngineLoadError
 Checkpoints = Callable[[str], Path]
 VERSIONS = contract("transformers-neuronx").versions
 FAMILIES = (*CONTINUOUS, *STATIC)
-SAMPLING = [(family, "host") for family in FAMILIES] + [(f, "device") for f in FAMILIES if f in TNX_SAMPLING]
+SAMPLING = [(family, "host") for family in FAMILIES] + [(f, "device") for f in FAMILIES if ALL_FAMILIES[f].samples]
 
 
 @pytest.fixture(autouse=True, params=["neuron", pytest.param("real_tnx", marks=pytest.mark.real)])

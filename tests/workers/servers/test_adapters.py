@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from placements.facts.vllm import Plugin
+from placements.engines.vllm.capabilities import Plugin
 from workers.messages.engine_protocol import EngineLoadError
 from workers.messages.replica_config import ReplicaConfig
 from workers.servers.server_process import Address

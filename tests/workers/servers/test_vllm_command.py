@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from placements.facts.vllm import Plugin, Version
+from placements.engines.vllm.capabilities import Plugin, Version
 from workers.messages.replica_config import ReplicaConfig
 from workers.servers.server_process import Address
 from workers.servers.vllm_engine import VllmInstallation, arguments, environment, server_command

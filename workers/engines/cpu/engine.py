@@ -20,7 +20,8 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from placements.facts.engines import CPU_TRANSFORMERS, reaches
+from placements.engines.cpu.capabilities import FIRST_TRANSFORMERS
+from placements.facts.versions import reaches
 from workers.artifacts.fetch.arrival import wait_for_all, wait_for_small
 from workers.batching.buckets import default_decode_buckets, default_prefill_buckets
 from workers.engines.checkpoint_files import check_rotary, eos_token_ids, read_config
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CPU_PACKAGES = "run python -m pip install torch safetensors numpy in the replica's Python"
-NEWER_TRANSFORMERS = f"run python -m pip install 'transformers>={CPU_TRANSFORMERS}' in the replica's Python"
+NEWER_TRANSFORMERS = f"run python -m pip install 'transformers>={FIRST_TRANSFORMERS}' in the replica's Python"
 PREFIX_BLOCK = 16  # tokens; fewer save less than the chunked prefill costs
 
 
@@ -183,8 +184,8 @@ class CpuEngine(LoadableEngine[EngineSpec]):
             from transformers import AutoModelForCausalLM, PreTrainedModel  # noqa: F401 - only tests the import
         except ImportError as error:
             raise EngineLoadError("engine-not-installed", f"the cpu engine needs {error.name}", CPU_PACKAGES) from error
-        if not reaches(transformers.__version__, CPU_TRANSFORMERS):
-            message = f"the cpu engine needs transformers {CPU_TRANSFORMERS} or later, not {transformers.__version__}"
+        if not reaches(transformers.__version__, FIRST_TRANSFORMERS):
+            message = f"the cpu engine needs transformers {FIRST_TRANSFORMERS} or later, not {transformers.__version__}"
             raise EngineLoadError("engine-not-installed", message, NEWER_TRANSFORMERS)
         START.end("imports")
         check_weights(weights, pickled)

@@ -10,17 +10,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from placements.facts.engines import (
+from placements.engines import options as tables
+from placements.engines.capabilities import SHORTEST_BUCKET
+from placements.engines.nxd_inference.capabilities import (
     NXD_E5M2,
     NXD_QUANTIZED_DTYPES,
     NXD_QUANTIZED_OPTIONS,
-    SHORTEST_BUCKET,
     Release,
     nxd_release,
 )
-from placements.facts.kv_blocks import OPTIONS as BLOCK_OPTIONS
-from placements.facts.kv_blocks import KvBlocks, kv_blocks, prefix_buckets, refusals
-from placements.rules.options import tables
+from placements.engines.nxd_inference.kv_blocks import OPTIONS as BLOCK_OPTIONS
+from placements.engines.nxd_inference.kv_blocks import KvBlocks, kv_blocks, prefix_buckets, refusals
 from workers.batching.buckets import ladder
 from workers.engines.engine_setup import CheckpointSettings, checked_lengths, dtype_on
 from workers.messages.engine_protocol import EngineLoadError

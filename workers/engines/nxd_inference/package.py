@@ -10,26 +10,25 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from placements.facts.checkpoints import CheckpointError, sliding_window
-from placements.facts.engines import (
+from placements.engines.nxd_inference.capabilities import (
+    CAPABILITIES,
     NXD_FUSED_QKV,
     NXD_UNQUANTIZED,
     NXD_VERSIONS,
     NXD_WINDOW,
-    PACKAGES,
     Release,
-    distribution,
     nxd_release,
-    reaches,
 )
+from placements.facts.checkpoints import CheckpointError, sliding_window
+from placements.facts.versions import reaches
 from workers.engines.checkpoint_files import check_rotary, eos_token_ids, read_config
 from workers.engines.engine_setup import check_vocabularies
 from workers.engines.nxd_inference.config import MOE_OPTIONS, NxdSettings, draft_options, lengths, neuron_options
 from workers.host.start_phases import START
 from workers.messages.engine_protocol import EngineLoadError
 
-NAME = PACKAGES["nxd-inference"]
-DISTRIBUTION = distribution("nxd-inference")
+NAME = str(CAPABILITIES.package)
+DISTRIBUTION = CAPABILITIES.distribution
 WHERE = (
     "it comes with AWS's Neuron images (inf2 and trn1: up to SDK 2.28; trn2: later ones too), or: pip install "
     "neuronx-distributed-inference --extra-index-url https://pip.repos.neuron.amazonaws.com"

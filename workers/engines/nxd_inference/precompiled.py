@@ -26,7 +26,7 @@ from typing import Any
 import msgspec
 import msgspec.structs
 
-from placements.facts.engines import SHORTEST_BUCKET
+from placements.engines.capabilities import SHORTEST_BUCKET
 from workers.artifacts.sources.layout import COMPILED, INDEX, NEURON_CONFIG, names_in
 from workers.artifacts.sources.listing import Listing
 from workers.engines.checkpoint_files import read_json

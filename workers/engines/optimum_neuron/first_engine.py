@@ -15,8 +15,8 @@ from typing import Any
 
 import msgspec
 
-from placements.facts.engines import OPTIMUM_FAMILIES
-from placements.facts.tnx_families import Reading
+from placements.engines.optimum_neuron.capabilities import OPTIMUM_FAMILIES
+from placements.engines.transformers_neuronx.capabilities import Reading
 from workers.engines import package_contract
 from workers.engines.checkpoint_files import check_length, eos_token_ids, positions_of, read_config
 from workers.engines.engine_setup import LoadableEngine, dtype_on

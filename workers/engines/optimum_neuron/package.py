@@ -10,7 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from placements.facts.engines import OptimumEra, distribution, optimum_era
+from placements.engines.optimum_neuron.capabilities import CAPABILITIES, OptimumEra, optimum_era
 from workers.engines.checkpoint_files import check_rotary, read_config
 from workers.engines.engine_setup import dtype_on
 from workers.engines.optimum_neuron.settings import MAX_TOP_K, OptimumSettings
@@ -18,7 +18,7 @@ from workers.host.start_phases import START
 from workers.messages.engine_protocol import EngineLoadError
 from workers.neff_cache import neuron_target
 
-DISTRIBUTION = distribution("optimum-neuron")
+DISTRIBUTION = CAPABILITIES.distribution
 WHERE = (
     "Hugging Face's images for Neuron have it; or pip install 'optimum-neuron[neuronx]==0.4.5' --extra-index-url "
     "https://pip.repos.neuron.amazonaws.com"

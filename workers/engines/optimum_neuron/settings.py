@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from placements.facts.engines import OptimumEra
+from placements.engines.optimum_neuron.capabilities import OptimumEra
 from workers.engines.engine_setup import CheckpointSettings, dtype_on
 from workers.messages.engine_protocol import EngineLoadError
 from workers.neff_cache.predict import Difference

@@ -20,7 +20,8 @@ from typing import Any
 
 import msgspec
 
-from placements.facts.engines import CPU_TRANSFORMERS, reaches
+from placements.engines.cpu.capabilities import FIRST_TRANSFORMERS
+from placements.facts.versions import reaches
 from workers.engines.encoder import graph
 from workers.engines.encoder.layout import Normalize
 from workers.engines.manifest_parts import neuron_build, version_of
@@ -63,9 +64,9 @@ def import_package() -> Any:
         keywords = ", ".join(CALLS[lacking[0]])
         fact = f"torch-neuronx {version_of(DISTRIBUTION)} has no {lacking[0]}({keywords})"
         raise EngineLoadError("engine-not-installed", fact, f"install a later release; {WHERE}")
-    if not reaches(version, CPU_TRANSFORMERS):
-        fact = f"the torch-neuronx engine needs transformers {CPU_TRANSFORMERS} or later, not {version}"
-        hint = f"run python -m pip install 'transformers>={CPU_TRANSFORMERS}' in the replica's Python"
+    if not reaches(version, FIRST_TRANSFORMERS):
+        fact = f"the torch-neuronx engine needs transformers {FIRST_TRANSFORMERS} or later, not {version}"
+        hint = f"run python -m pip install 'transformers>={FIRST_TRANSFORMERS}' in the replica's Python"
         raise EngineLoadError("engine-not-installed", fact, hint)
     return package
 

@@ -7,8 +7,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from placements.facts.encoders import longest_input, traced_batch, traced_lengths
-from placements.facts.engines import TRACED_FAMILIES, TRACED_REFUSED
+from placements.engines.torch_neuronx.capabilities import TRACED_FAMILIES, TRACED_REFUSED, traced_batch, traced_lengths
+from placements.facts.encoders import longest_input
 from workers.batching.buckets import checked_buckets
 from workers.engines.checkpoint_files import check_length, positions_of
 from workers.engines.encoder.cpu import checked, load_graph, score_activation, tensors

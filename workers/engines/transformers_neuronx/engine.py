@@ -13,7 +13,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from placements.facts.tnx_families import FAMILIES, MISREAD_HINT, REFUSED, Family, Reading, run_length
+from placements.engines.transformers_neuronx.capabilities import (
+    FAMILIES,
+    MISREAD_HINT,
+    REFUSED,
+    Family,
+    Reading,
+    run_length,
+)
 from workers.artifacts.sources.layout import TNX_SHARDS
 from workers.engines import package_contract
 from workers.engines.checkpoint_files import check_length, eos_token_ids, positions_of, read_config

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from placements.facts.engines import SHORTEST_BUCKET
-from placements.facts.tnx_families import Family
-from placements.rules.options import tables
+from placements.engines import options as tables
+from placements.engines.capabilities import SHORTEST_BUCKET
+from placements.engines.transformers_neuronx.capabilities import Family
 from workers.batching.buckets import ladder
 from workers.engines.engine_setup import checked_lengths, dtype_on
 from workers.messages.engine_protocol import DeviceSampling, EngineLoadError

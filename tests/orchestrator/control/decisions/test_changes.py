@@ -12,7 +12,7 @@ from orchestrator.control.decisions.changes import Tag, difference, interpreters
 from orchestrator.control.journal.journal_records import Revision
 from orchestrator.control.resolve.resolved_revision import ResolvedRevision, replica_config
 from orchestrator.process.home import Home
-from placements.facts.engines import Engine
+from placements.engines.registry import Engine
 from placements.facts.topology import TOPOLOGIES, Host
 from placements.planner.plan import plan
 from placements.spec.parse import parse

@@ -1,44 +1,50 @@
-"""Checks a model of the engine vllm against the releases of its Neuron plugin, and LoRA adapters, which it serves."""
+"""The rules of the engine ``vllm``: releases of its plugins, their flags, and LoRA adapters, which it serves."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from placements.engines.server.capabilities import NO_CONTAINER, STARTS_CONTAINER, container_in
+from placements.engines.vllm import capabilities as vllm
+from placements.engines.vllm.flags import check_flags
 from placements.facts.adapters import MODULES, RANKS, max_rank
-from placements.facts.vllm import (
-    BLOCK_SIZE,
-    KV_SHARE,
-    LAST_FOR,
-    LORA_SINCE,
-    MIN_KV_GIB,
-    blocks,
-    hbm_share,
-    version_of,
-)
-from placements.rules.case import Case, Objection, Rule
-from placements.rules.options.vllm_flags import check_flags
+from placements.facts.plural import joined
+from placements.rules.case import Case, EngineRules, Objection
+from placements.rules.unused_settings import unused
 from placements.spec.notation import is_path
 from placements.spec.problems import Problem
+from placements.spec.schema import Spec
+from placements.spec.sections import EngineSettings
+
+
+def releases(case: Case) -> tuple[vllm.VllmNeuron, ...]:
+    """Returns the releases of vllm-neuron that the plan counts with; () if vLLM runs on the CPU."""
+    planned = [case.spec.vllm_release_on(host) for host, _ in case.fleet.kinds]
+    return tuple(dict.fromkeys(release for release in planned if release is not None))
+
+
+def _plugins(case: Case, *names: vllm.PluginRelease) -> str:
+    """Returns the releases of the plugin that the model works with, quoted, in words; "" if there is none."""
+    settings = case.spec.engines.get(case.engine, EngineSettings())
+    changed = {name: {**case.spec.engines, case.engine: settings.model_copy(update={"plugin": name})} for name in names}
+    return joined([f'"{name}"' for name, engines in changed.items() if case.holds(case.model, engines)], "or")
 
 
 def flags_are_known(case: Case) -> Iterator[Problem]:
     """engine_options are flags of vLLM that corewright does not set itself."""
     options = case.model.engine_options
-    if case.engine != "vllm":
-        return
-    planned = case.vllm_releases
-    versions: list[tuple[str, str]] = [(release.vllm, release.plugin) for release in planned] or [("", "")]
-    findings = [finding for vllm, plugin in versions for finding in check_flags(options, vllm, plugin)]
+    versions = [(release.vllm, str(release.plugin)) for release in releases(case)] or [("", "")]
+    findings = [finding for version, plugin in versions for finding in check_flags(options, version, plugin)]
     for id, path, fact, hint in {finding.path: finding for finding in findings}.values():
         yield case.problem(id, ("engine_options", *path), fact, hint)
 
 
 def plugin_runs_here(case: Case) -> Iterator[Problem]:
     """The release of the plugin runs on the machines."""
-    for release in case.vllm_releases:
+    for release in releases(case):
         for machine in case.machines:
-            last = LAST_FOR.get(machine)
-            if last is None or version_of(release.plugin) <= version_of(last):
+            last = vllm.LAST_FOR.get(machine)
+            if last is None or vllm.version_of(release.plugin) <= vllm.version_of(last):
                 continue
             where, hint = ("engine",), f'set engines.vllm.plugin: "{last}"'
             if release.back_end == "neuron":
@@ -53,7 +59,7 @@ def plugin_runs_here(case: Case) -> Iterator[Problem]:
 def objection_to_draft(case: Case) -> Objection | None:
     """Returns why no release has the draft's method; None if one has it."""
     draft = case.model.draft
-    for release in case.vllm_releases:
+    for release in releases(case):
         if draft is not None and draft.method not in release.drafts:
             hint = f"set draft.method: {' or '.join(release.drafts)}"
             return Objection(f"vllm-neuron {release.plugin} has no drafts by {draft.method}", hint)
@@ -63,7 +69,7 @@ def objection_to_draft(case: Case) -> Objection | None:
 def weights_are_quantized(case: Case) -> Iterator[Problem]:
     """Each plugin quantizes weights and KV cache in its own way."""
     model = case.model
-    for release in case.vllm_releases:
+    for release in releases(case):
         if model.quantize is not None and release.back_end == "neuron":
             fact = f"quantize has no effect on vllm-neuron {release.plugin}: the checkpoint decides it"
             yield case.problem("quantize-unsupported", ("quantize",), fact, "use a quantized checkpoint")
@@ -84,15 +90,15 @@ def prefixes_are_cached(case: Case) -> Iterator[Problem]:
     model, options = case.model, case.model.engine_options
     if options.get("prefix_cache") is not True:
         return
-    for release in [release for release in case.vllm_releases if release.back_end == "nxd"]:
+    for release in [release for release in releases(case) if release.back_end == "nxd"]:
         if model.max_batch == 1:
             fact = f"vllm-neuron {release.plugin} gives wrong answers with prefix_cache and max_batch 1"
             hint = "raise max_batch, or remove prefix_cache"
             yield case.problem("setting-unsupported", ("engine_options", "prefix_cache"), fact, hint)
-        size, given = options.get("block_size", BLOCK_SIZE), options.get("num_gpu_blocks_override")
+        size, given = options.get("block_size", vllm.BLOCK_SIZE), options.get("num_gpu_blocks_override")
         if type(size) is not int or size < 1 or type(given) is not int:
             continue
-        least = blocks(model.length(case.checkpoint), model.max_batch, size)
+        least = vllm.blocks(model.length(case.checkpoint), model.max_batch, size)
         if given < least:
             fact = f"engine_options.num_gpu_blocks_override is {given}; max_batch {model.max_batch} slots of "
             fact += f"{model.length(case.checkpoint)} tokens need {least} blocks of {size}"
@@ -105,24 +111,24 @@ def kv_fits_its_share(case: Case) -> Iterator[Problem]:
     not start with less than MIN_KV_GIB beside the weights."""
     need = case.memory()
     types = [topology for topology in case.fleet.types if case.has_degree(topology)]
-    if need is None or not types or not any(release.back_end == "neuron" for release in case.vllm_releases):
+    if need is None or not types or not any(release.back_end == "neuron" for release in releases(case)):
         return
-    used, hbm = hbm_share(case.model.engine_options), max(topology.hbm_per_core_gib for topology in types)
-    share, rest = used * KV_SHARE * hbm, used * hbm - (need.total - need.kv)
+    used, hbm = vllm.hbm_share(case.model.engine_options), max(topology.hbm_per_core_gib for topology in types)
+    share, rest = used * vllm.KV_SHARE * hbm, used * hbm - (need.total - need.kv)
     if need.kv > share:
         fact = f"the KV cache of {case.model.name} needs {need.kv:.2f} GiB on each core, but vllm-neuron gives it "
-        fact += f"{used * KV_SHARE:.2f} of HBM, {share:.2f} GiB"
+        fact += f"{used * vllm.KV_SHARE:.2f} of HBM, {share:.2f} GiB"
         hint = "lower max_batch or max_len, raise tp_degree, or set quantize_kv: fp8"
         yield case.problem("hbm-exceeded", ("max_batch",), fact, hint)
-    elif rest < MIN_KV_GIB:
+    elif rest < vllm.MIN_KV_GIB:
         fact = f"{case.model.name} leaves {max(rest, 0.0):.2f} GiB of each core's HBM to the KV cache, of the "
-        fact += f"{used:.2f} x {hbm:g} GiB that vLLM uses; vllm-neuron does not start below {MIN_KV_GIB:.2f} GiB"
+        fact += f"{used:.2f} x {hbm:g} GiB that vLLM uses; vllm-neuron does not start below {vllm.MIN_KV_GIB:.2f} GiB"
         yield case.problem("hbm-exceeded", ("tp_degree",), fact, "raise tp_degree, or use a smaller model")
 
 
 def buckets_are_the_plugins(case: Case) -> Iterator[Problem]:
     """The plugin "vLLM Neuron" compiles multiples of 128 tokens for its KV cache."""
-    if any(release.back_end == "neuron" for release in case.vllm_releases):
+    if any(release.back_end == "neuron" for release in releases(case)):
         longest = case.model.length(case.checkpoint)
         for i, length in enumerate(case.model.buckets.decode):
             if length < longest and length % 128 != 0:
@@ -133,18 +139,12 @@ def buckets_are_the_plugins(case: Case) -> Iterator[Problem]:
 # LoRA adapters
 
 
-def engine_serves_adapters(case: Case) -> Iterator[Problem]:
-    """Only vLLM serves adapters: on its CPU back end, and by the plugin on NxD Inference since 0.4."""
-    if not case.model.adapters:
-        return
-    if case.engine != "vllm":
-        fact = f"the engine {case.engine} does not serve LoRA adapters"
-        hint = "use engine: vllm, or merge the adapter" if case.works(engine="vllm") else "merge the adapter"
-        yield case.problem("adapters-unsupported", ("adapters",), fact, hint)
-    for release in case.vllm_releases:
-        if release.back_end == "neuron" or version_of(release.vllm) < LORA_SINCE:
+def plugin_serves_adapters(case: Case) -> Iterator[Problem]:
+    """The CPU back end serves adapters, and so does the plugin on NxD Inference since 0.4."""
+    for release in releases(case) if case.model.adapters else ():
+        if release.back_end == "neuron" or vllm.version_of(release.vllm) < vllm.LORA_SINCE:
             fact = f"vllm-neuron {release.plugin} does not serve LoRA adapters"
-            others = case.plugins_of("0.4", "0.5")
+            others = _plugins(case, "0.4", "0.5")
             hint = f"set engines.vllm.plugin: {others}, or merge the adapter" if others else "merge the adapter"
             yield case.problem("adapters-unsupported", ("adapters",), fact, hint)
 
@@ -153,7 +153,7 @@ def adapters_without_prefix_cache(case: Case) -> Iterator[Problem]:
     """NxD Inference does not serve adapters together with a prefix cache."""
     model, option = case.model, "prefix_cache"
     caches = model.engine_options.get(option) is True
-    if model.adapters and caches and any(release.back_end == "nxd" for release in case.vllm_releases):
+    if model.adapters and caches and any(release.back_end == "nxd" for release in releases(case)):
         fact = f"{option} is not supported together with LoRA adapters on NxD Inference"
         yield case.problem("adapters-unsupported", ("adapters",), fact, f"remove {option} or the adapters")
 
@@ -203,15 +203,73 @@ def _name(hub_id: str) -> str:
     return hub_id.rpartition("/")[2].lower()
 
 
-VLLM_RULES: tuple[Rule, ...] = (
-    flags_are_known,
-    plugin_runs_here,
-    weights_are_quantized,
-    prefixes_are_cached,
-    kv_fits_its_share,
-    buckets_are_the_plugins,
-    engine_serves_adapters,
-    adapters_without_prefix_cache,
-    adapters_fit_the_server,
-    adapters_are_of_the_model,
+def settings_have_an_effect(case: Case) -> Iterator[Problem]:
+    """Fields and options that vLLM, or the release of its plugin, does not use are not set.
+
+    On emulated hosts, fields for Neuron devices only determine the plan: vLLM on the CPU has none of them.
+    """
+    model, here, back_ends = case.model, " on the engine vllm here", {each.back_end for each in releases(case)}
+    yield from unused(case, f"{here}: vLLM has no flag for it", "fuse_qkv")
+    if any(host.emulated for host in case.all_hosts.hosts):
+        why, hint = " on emulated hosts, where vLLM runs on the CPU", "it is planned as for Neuron devices"
+        fields = ("quantize", "quantize_kv", "buckets", "sampling")
+        yield from unused(case, why, *fields, hint=hint, id="unused-on-cpu", severity="warning")
+    if "nxd" in back_ends and model.engine_options.get("prefix_cache") is not True:
+        options = ("engine_options.block_size", "engine_options.num_gpu_blocks_override")
+        yield from unused(case, ": prefix_cache is not true", *options)
+    if back_ends and not model.adapters:
+        yield from unused(case, ": there are no adapters", "engine_options.max_loras")
+    if "neuron" in back_ends:
+        why = "vllm-neuron has flags of its own, which others would replace and not extend"
+        yield from unused(case, f"{here}: {why}", "compiler")
+        why = "on_device_sampling_config of the option neuron_config decides it"
+        yield from unused(case, f"{here}: {why}", "sampling")
+        if model.buckets.prefill:
+            yield from unused(case, ": buckets.prefill determines it", "engine_options.max_num_batched_tokens")
+    elif model.compiler.workers is not None:
+        yield from unused(case, f"{here}: vLLM starts its compilers itself", "compiler")
+
+
+def launches_can_be_run(spec: Spec) -> Iterator[Problem]:
+    """``command`` of an engine is that of vLLM, beside its interpreter, and not a container."""
+    for engine, settings in spec.engines.items():
+        where, name = spec.where("engines", engine, "command"), f"engines.{engine}.command"
+        if not settings.command:
+            continue
+        if engine != "vllm":
+            fact = f"{name} has no effect: only vllm has a command"
+            yield Problem("setting-unsupported", "error", where, fact, "remove it")
+            continue
+        if settings.python is None:
+            fact = f"engines.{engine} has a command, but no python, whose vLLM it runs"
+            yield Problem("missing-key", "error", where, fact, "add python: /path/to/bin/python")
+        if (index := container_in(settings.command)) is not None:
+            fact = f"{name} {STARTS_CONTAINER.format(settings.command[index])}"
+            yield Problem("server-container", "error", where, fact, NO_CONTAINER)
+
+
+def interpreter_is_named(spec: Spec) -> Iterator[Problem]:
+    """The spec names the interpreter of vLLM, which is rarely that of the fleet."""
+    names = [model.name for model in spec.models if model.engine == "vllm"]
+    if names and spec.python_for("vllm") is None and "engines" not in spec.broken:
+        fact = "engines.vllm.python is not set: vLLM must then be installed in the fleet's own Python"
+        hint = "set it to the interpreter that has vLLM"
+        yield Problem("interpreter-unset", "warning", spec.where("models", names[0], "engine"), fact, hint)
+
+
+RULES = EngineRules(
+    rules=(
+        flags_are_known,
+        plugin_runs_here,
+        weights_are_quantized,
+        prefixes_are_cached,
+        kv_fits_its_share,
+        buckets_are_the_plugins,
+        plugin_serves_adapters,
+        adapters_without_prefix_cache,
+        settings_have_an_effect,
+    ),
+    of_every_model=(adapters_fit_the_server, adapters_are_of_the_model),
+    of_spec=(launches_can_be_run, interpreter_is_named),
+    draft=objection_to_draft,
 )

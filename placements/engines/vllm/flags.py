@@ -6,9 +6,8 @@ import difflib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from placements.engines.options import Finding, Option, unsettable, wrong_value
 from placements.facts.tables import by_name, read_table
-from placements.rules.options.judge import Finding, unsettable, wrong_value
-from placements.rules.options.tables import Option
 
 VERSIONS = ("0.11", "0.13", "0.16", "0.21", "0.24", "0.32")
 """The recorded versions of vLLM, oldest first: those of the releases of its Neuron plugin, and the tested CPU build."""
@@ -20,11 +19,11 @@ def _by_flag(rows: Mapping[str, Any]) -> dict[str, Any]:
 
 
 FLAGS: Mapping[str, Option] = {
-    name: Option.read(**row) for name, row in _by_flag(read_table("rules/options/vllm.json")).items()
+    name: Option.read(**row) for name, row in _by_flag(read_table("engines/vllm/flags.json")).items()
 }
 """Flag without dashes, as ``engine_options`` name it -> its kind and versions."""
 
-_OWNED = read_table("rules/options/vllm_owned.json")
+_OWNED = read_table("engines/vllm/owned.json")
 FIELDS = _by_flag(by_name(_OWNED["fields"]))
 """Flag -> the field of the spec that it is set by."""
 

@@ -1,1 +1,0 @@
-"""Validates ``engine_options`` against the recorded options of the Neuron packages."""
