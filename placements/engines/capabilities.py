@@ -97,6 +97,7 @@ class Capabilities:
     serves_adapters: bool = False  # LoRA
     unquantized: Mapping[str, str] = field(default_factory=lambda: _NONE)  # family -> why it cannot be quantized
     compiler_flags: frozenset[str] = frozenset()  # of neuronx-cc, which it sets itself
+    sets_workers: bool = True  # it has ``compiler.workers``
     penalizes: bool = True  # it applies penalties to logits
     unused: tuple[Unused, ...] = ()
     class_options: tuple[ClassOptions, ...] = ()  # see `placements.engines.options`

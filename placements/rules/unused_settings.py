@@ -67,6 +67,9 @@ def settings_of_the_engine(case: Case) -> Iterator[Problem]:
     for fields, hint, why, id, encoding in engine.unused:
         if not encoding:
             yield from unused(case, f"{here}{why}", *fields, hint=hint, id=id)
+    for name in case.candidates if len(case.candidates) == 1 else ():
+        if not ENGINES[name].sets_workers:
+            yield from unused(case, f": {name} has no such option", "compiler.workers")
     if not compiles(case):
         yield from unused(case, here, "buckets", hint="remove {field}, or use a Neuron engine")
     if not engine.forwards:

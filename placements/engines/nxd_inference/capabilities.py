@@ -100,6 +100,7 @@ CAPABILITIES = NxdCapabilities(
     quantize_kv=("fp8",),
     drafts=("draft_model",),
     unquantized=MappingProxyType(NXD_UNQUANTIZED),
+    sets_workers=False,
     compiler_flags=frozenset(
         {"--auto-cast", "--model-type", "--tensorizer-options", "--internal-hlo2tensorizer-options", "--logfile"}
     ),

@@ -44,11 +44,6 @@ def window_is_kept(case: Case) -> Iterator[Problem]:
     yield case.problem("window-not-kept", ("max_len",), fact, hint)
 
 
-def workers_are_unused(case: Case) -> Iterator[Problem]:
-    """The package decides how many graphs are compiled in parallel."""
-    yield from unused(case, f": {CAPABILITIES.engine} has no such option", "compiler.workers")
-
-
 def options_have_an_effect(case: Case) -> Iterator[Problem]:
     """Options that depend on another setting are set only with it."""
     if case.model.engine_options.get("prefix_cache") is not True:
@@ -119,7 +114,7 @@ def _objection_to_quantized_kv(case: Case) -> Objection | None:
 
 RULES = EngineRules(
     rules=(top_k_is_supported, blocks_fit, options_of_quantization, options_have_an_effect),
-    if_chosen=(window_is_kept, workers_are_unused),
+    if_chosen=(window_is_kept,),
     draft=_objection_to_draft,
     quantized_kv=_objection_to_quantized_kv,
 )

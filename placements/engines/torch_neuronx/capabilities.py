@@ -61,6 +61,7 @@ CAPABILITIES = TorchNeuronxCapabilities(
     families=TRACED_FAMILIES,
     refused=MappingProxyType(TRACED_REFUSED),
     unused=(Unused(("buckets.decode",), "remove it, and set buckets.prefill", encoding=True),),
+    sets_workers=False,
     outside="it is not an encoder",
     beside="nxd-inference",
     absent=f"needs torch-neuronx beside transformers {FIRST_TRANSFORMERS} or later",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from placements.rules.case import Case, EngineRules
-from placements.rules.unused_settings import unused
 from placements.spec.problems import Problem
 
 
@@ -26,9 +25,4 @@ def traces_fit(case: Case) -> Iterator[Problem]:
         yield case.problem("out-of-range", ("engine_options", "compiled_batch"), fact, "raise max_batch, or lower it")
 
 
-def workers_are_unused(case: Case) -> Iterator[Problem]:
-    """Traces are compiled one by one."""
-    yield from unused(case, f": {case.engine} has no such option", "compiler.workers")
-
-
-RULES = EngineRules(rules=(traces_fit, workers_are_unused))
+RULES = EngineRules(rules=(traces_fit,))
