@@ -22,9 +22,9 @@ from orchestrator.process.home import Home
 from orchestrator.process.text_table import columns
 from placements.spec.schema import ModelSpec
 from workers.artifacts.sources.listing import SourceError
-from workers.compiling.memory_gate import free_gib
-from workers.neff_cache.shared_artifacts import FOLDER
-from workers.neff_cache.sync import S3, is_writable, place_at
+from workers.compiled.memory_gate import free_gib
+from workers.compiled.shared_sets import FOLDER
+from workers.compiled.storage import S3, is_writable, storage_at
 
 WORDS = {
     "predicting": "checking what is compiled",
@@ -89,7 +89,7 @@ def _check_places(models: Sequence[ModelSpec]) -> None:
     for place in places:
         try:
             if place.startswith(S3):
-                place_at(f"{place.rstrip('/')}/{FOLDER}").files()
+                storage_at(f"{place.rstrip('/')}/{FOLDER}").files()
             elif not is_writable(Path(place.removeprefix("file://"))):
                 hint = "check that it is mounted, and its owner"
                 raise Failed("neff-cache-unwritable", f"{place} cannot be written", hint)

@@ -10,9 +10,9 @@ from placements.facts.engines import Engine
 from placements.facts.topology import TOPOLOGIES
 from placements.spec.problems import Problem
 from placements.spec.schema import ModelSpec, Spec
+from workers.compiled.neuron_target import TARGETS
 from workers.messages.engine_protocol import EngineLoadError
 from workers.messages.replica_config import DRAFT, ReplicaConfig
-from workers.neff_cache.neuron_target import TARGETS
 
 _ENGINES: tuple[Engine, ...] = ("nxd-inference", "optimum-neuron")  # ``auto`` on Neuron is resolved on the host
 _NEEDED = frozenset(

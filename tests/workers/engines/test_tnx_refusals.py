@@ -19,9 +19,9 @@ from tests.checkpoints import INIT_STD
 from tests.closed.forced import deviation
 from tests.doubles import Neuron, beside_transformers
 from tests.workers.tnx_runs import config
-from workers.compiling.build import compile_all, predict
 from workers.engines.transformers_neuronx.engine import open_transformers_neuronx
 from workers.messages.engine_protocol import EngineLoadError
+from workers.serving.prepare import compile_all, predict
 
 Checkpoints = Callable[[str], Path]
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from placements.facts.engines import CPU_TRANSFORMERS, reaches
 from workers.artifacts.fetch.arrival import wait_for_all, wait_for_small
 from workers.batching.buckets import default_decode_buckets, default_prefill_buckets
+from workers.compiled.host_sets import Buildable, LockedEntry, Tell, compiling, entry
 from workers.engines.checkpoint_files import check_rotary, eos_token_ids, read_config
 from workers.engines.cpu import artifacts
 from workers.engines.cpu.checkpoint import (
@@ -42,7 +43,6 @@ from workers.host.memory_limits import is_out_of_memory, out_of_memory
 from workers.host.start_phases import START
 from workers.messages.engine_protocol import EngineLoadError, EngineSpec, GenerateEngine
 from workers.messages.replica_config import ReplicaConfig
-from workers.neff_cache.compiled_artifacts import Buildable, LockedEntry, Tell, compiling, entry
 
 if TYPE_CHECKING:
     import torch
