@@ -38,8 +38,8 @@ from workers.artifacts.fetch.progress import Progress
 from workers.artifacts.sources.listing import SourceError
 from workers.artifacts.store.artifact_uses import using
 from workers.compiled import preparation
-from workers.compiled.compile_process import NEEDS_DEVICE
 from workers.compiled.host_sets import compiles
+from workers.compiled.orders import NEEDS_DEVICE
 from workers.host import json_process
 from workers.messages.replica_config import ReplicaConfig
 from workers.messages.status import Failure

@@ -24,7 +24,7 @@ from workers.artifacts.fetch.progress import FetchStatus
 from workers.artifacts.fetch.single_flight import SingleFlight
 from workers.artifacts.store.manifest import Artifact
 from workers.artifacts.store.store import StoreSettings
-from workers.compiled.compile_process import Built, Checked
+from workers.compiled.orders import Built, Checked
 from workers.compiled.preparation import CompileService, Foreseen
 from workers.host import host_facts as this_host
 from workers.host.core_claims import held_cores

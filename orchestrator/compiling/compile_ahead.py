@@ -22,11 +22,11 @@ from workers.artifacts.fetch.artifact_fetcher import ArtifactFetcher, wanted_by,
 from workers.artifacts.fetch.progress import Progress
 from workers.artifacts.sources.listing import SourceError, Stopped
 from workers.artifacts.store.store import StoreSettings
-from workers.compiled import compile_process
-from workers.compiled.compile_process import NEEDS_DEVICE, Built, Order, Predicted, build_key, result_of
+from workers.compiled import preparation
 from workers.compiled.host_sets import compiles
 from workers.compiled.memory_gate import need_gib, startable
-from workers.compiled.places import Working
+from workers.compiled.orders import NEEDS_DEVICE, Built, Order, Predicted, Working
+from workers.compiled.preparation import build_key, result_of
 from workers.messages.replica_config import ReplicaConfig
 from workers.messages.status import Failure
 
@@ -247,7 +247,7 @@ class CompileAhead:
         return predicted if isinstance(predicted, Failure) else (fetched, predicted)
 
     def _predict(self, config: ReplicaConfig) -> Predicted | Failure:
-        replies = compile_process.answers("predict", Order(config=config, ahead=True), self._stop, PREDICT_S)
+        replies = preparation.answers("predict", Order(config=config, ahead=True), self._stop, PREDICT_S)
         result: Predicted | Failure = result_of(replies)
         return result
 
@@ -268,7 +268,7 @@ class CompileAhead:
             self._watch(BuildStep(job.models, working.phase, working.done, working.total, job.target))
 
         try:
-            result = result_of(compile_process.answers("compile", order, self._stop), tell)
+            result = result_of(preparation.answers("compile", order, self._stop), tell)
         except Stopped:
             fact = f"compiling {job.config.model} was stopped"
             result = Failure("compile-stopped", fact, "run the command again to compile it")

@@ -13,12 +13,14 @@ Otherwise the set is compiled.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
-import msgspec
+from msgspec.structs import replace
 
 from workers.artifacts.sources.listing import SourceError
 from workers.compiled import neuron_cache, shared_sets
@@ -28,14 +30,17 @@ from workers.compiled.graph_sync import cache_of, pull_for, records_at
 from workers.compiled.host_sets import MANIFEST, Buildable, always, entry, peek, read_manifest
 from workers.compiled.manifest import LOCK_FILE, ManifestRecord, name_of, plain_of, read_record
 from workers.compiled.neuron_cache import RETRIED, EntryState, flags_of, is_stuck, listed_entries, read_entries
+from workers.compiled.orders import Built, Wanted, Working
 from workers.compiled.prediction import ArtifactCandidate, Prediction, has_more_buckets, predict
 from workers.compiled.shared_sets import SharedSet, pull_or_log, set_location
 from workers.compiled.storage import describe, storage_at
 from workers.host import file_lock
 from workers.messages.engine_protocol import EngineLoadError
+from workers.messages.replica_config import ReplicaConfig
 from workers.messages.status import Failure
 
 CACHED = "transformers-neuronx"  # the engine that uses Neuron's cache; the others keep complete sets
+HERE = Prediction("hit", "compiled", "it was compiled on this host")
 BESIDE = "compiled"  # folder of a checkpoint with NEFFs from Optimum
 
 
@@ -193,103 +198,108 @@ def shipped_graphs(source: Path, environment: Mapping[str, str]) -> ShippedGraph
     return None
 
 
-def places_for(
-    unit: Buildable, root: Path, environment: Mapping[str, str], neff_cache: str | None = None, *, ahead: bool = False
-) -> tuple[Place, ...]:
-    """Returns the places of a start that needs ``unit``, in its order. ``root``: the sets of this host. ``neff_cache``:
-    as written in the spec. ``ahead``: for a compilation ahead of time, which does not use NEFFs beside the model."""
-    is_cached = unit.manifest.get("engine") == CACHED
+def places_for(unit: Buildable, config: ReplicaConfig, ahead: bool = False) -> tuple[Place, ...]:
+    """Returns the places of a start that needs ``unit``, in its order. ``ahead``: for a compilation ahead of time,
+    which does not use NEFFs that came with the model."""
+    assert config.compiled is not None
+    root, environment = Path(config.compiled), {**os.environ, **config.env}
     places: list[Place] = []
     if unit.kept:
         places.append(HostSets(root, unit.is_whole))
-        if neff_cache:
-            places.append(SharedSets(neff_cache, root))
+        if config.neff_cache:
+            places.append(SharedSets(config.neff_cache, root))
+        is_cached = unit.manifest.get("engine") == CACHED
         if is_cached and not ahead and (shipped := shipped_graphs(unit.source, environment)) is not None:
             places.append(shipped)
     return (*places, CachedGraphs(environment, root))
 
 
-def find(unit: Buildable, places: tuple[Place, ...]) -> Prediction:
-    """Predicts from which place a start gets what it needs. Later places are not asked once one has all of it."""
+def find(unit: Buildable, config: ReplicaConfig, ahead: bool = False) -> Prediction:
+    """Predicts from which place a start gets what it needs, in the replica's environment. Later places are not asked
+    once one has all of it. ``ahead``: as in `places_for`."""
+    if unit.unread:
+        reason = f"{len(unit.unread)} files of the checkpoint need digests and are unread; read them with --read"
+        return Prediction("compile", "nothing", reason)
+    if config.compiled is None:
+        return Prediction("compile", "nothing", "there is no folder for compiled artifacts")
     wanted, existing = plain_of(unit.manifest), list[ArtifactCandidate]()
-    for place in places:
+    for place in places_for(unit, config, ahead):
         if any(candidate.manifest == wanted and not candidate.missing for candidate in existing):
             break
         existing += place.candidates(wanted, ask=not any(candidate.silent for candidate in existing))
     return predict(wanted, existing, str(unit.source))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ensured:
-    """How a set came to this host."""
-
-    key: str
-    how: Literal["there", "pulled", "compiled", "missing"]
-    warnings: tuple[str, ...] = ()  # about an unavailable ``neff_cache``
-    is_pushed: bool = False
-    unsent: Failure | None = None  # why a requested push failed
-
-
-class Working(msgspec.Struct, frozen=True, kw_only=True, tag="working"):
-    """The progress with one set."""
-
-    key: str
-    role: str
-    phase: Literal["waiting", "looking", "compiling", "sending", "done"]
-    done: int = 0  # graphs
-    total: int = 0  # graphs; 0: unknown
+def wanted_of(config: ReplicaConfig, unit: Buildable, prediction: Prediction) -> Wanted:
+    """Returns what a start needs, with the prediction of where it gets it."""
+    is_kept = config.compiled is not None and unit.kept and not unit.unread
+    return Wanted(
+        role=unit.role,
+        source=str(unit.source),
+        manifest=dict(unit.manifest),
+        folder=str(peek(Path(config.compiled or ""), unit.manifest).path) if is_kept else "",
+        complete=prediction.hit and prediction.where == "compiled",
+        ahead=unit.make is not None,
+        unread=list(unit.unread),
+        prediction=prediction,
+    )
 
 
 def ensure(
-    unit: Buildable,
-    root: Path,
-    neff_cache: str | None,
+    units: Iterable[Buildable],
+    config: ReplicaConfig,
     report: Callable[[Working], None],
     *,
     push: bool = False,
     make: bool = True,
-) -> Ensured:
-    """Provides a set on this host: from the ``neff_cache`` if it is there, else by the compiler.
+) -> Built:
+    """Provides all sets that need no device: each is fetched from the config's ``neff_cache`` if it is there, else
+    compiled. One that does not answer is skipped.
 
-    ``push``: push the set to the ``neff_cache``; a failed push does not fail the compile. ``make`` False: nothing is
+    ``push``: push the sets to the ``neff_cache``; a failed push does not fail the compile. ``make`` False: nothing is
     compiled. Raises EngineLoadError, also for a set that only a device compiles, and errors of the package.
     """
-    how: Literal["there", "pulled", "compiled", "missing"] = "there"
-    warnings, is_pushed, unsent = list[str](), False, None
-    path = peek(root, unit.manifest).path
-    working = Working(key=path.name, role=unit.role, phase="waiting")
+    began, built = time.monotonic(), Built()
+    if config.compiled is None:
+        raise EngineLoadError("compiled-unwritable", "there is no folder for compiled artifacts", "set `compiled`")
+    for unit in units:
+        built.wanted.append(wanted_of(config, unit, HERE))
+        if not unit.kept and unit.make is None:
+            raise _needs_device(unit)
+        if not unit.kept:
+            continue
+        held = peek(Path(config.compiled), unit.manifest)
+        working = Working(key=held.path.name, role=unit.role)
+        if file_lock.is_locked(held.path.with_name(f"{working.key}.lock")):
+            report(working)
+        with entry(held.path.parent, unit.manifest, unit.is_whole) as held:
+            if not held.complete:
+                report(replace(working, phase="looking"))
+                if pull_or_log(held, config.neff_cache, built.warnings):
+                    built.pulled.append(working.key)
+                elif make and unit.make is not None:
+                    compiling = replace(working, phase="compiling")
+                    report(compiling)
+                    unit.make(held, lambda done, total, of=compiling: report(replace(of, done=done, total=total)))
+                    built.compiled.append(working.key)
+                else:
+                    held.path.rmdir()  # empty
+                    if make:
+                        raise _needs_device(unit)
+                    built.missing.append(working.key)
+        if push and config.neff_cache and working.key not in built.missing:
+            report(replace(working, phase="sending"))
+            with entry(held.path.parent, unit.manifest, unit.is_whole) as held:  # with a shared lock now
+                try:
+                    if shared_sets.push(held, config.neff_cache):
+                        built.pushed.append(working.key)
+                except SourceError as error:  # the compile succeeded, and the next push sends it
+                    built.unsent.append(Failure(error.id, error.what, error.hint))
+        report(replace(working, phase="done"))
+    return replace(built, seconds=round(time.monotonic() - began, 3))
 
-    def tell(phase: str, done: int = 0, total: int = 0) -> None:
-        report(msgspec.structs.replace(working, phase=phase, done=done, total=total))
 
-    if file_lock.is_locked(path.with_name(f"{path.name}.lock")):
-        tell("waiting")
-    with entry(root, unit.manifest, unit.is_whole) as held:
-        if not held.complete:
-            tell("looking")
-            if pull_or_log(held, neff_cache, warnings):
-                how = "pulled"
-            elif make and unit.make is not None:
-                tell("compiling")
-                unit.make(held, lambda done, total: tell("compiling", done, total))
-                how = "compiled"
-            else:
-                held.path.rmdir()  # empty
-                if make:
-                    raise needs_device(unit)
-                how = "missing"
-    if push and neff_cache and how != "missing":
-        tell("sending")
-        with entry(root, unit.manifest, unit.is_whole) as held:  # with a shared lock now
-            try:
-                is_pushed = bool(shared_sets.push(held, neff_cache))
-            except SourceError as error:  # the compile succeeded, and the next push sends it
-                unsent = Failure(error.id, error.what, error.hint)
-    tell("done")
-    return Ensured(key=path.name, how=how, warnings=tuple(warnings), is_pushed=is_pushed, unsent=unsent)
-
-
-def needs_device(unit: Buildable) -> EngineLoadError:
+def _needs_device(unit: Buildable) -> EngineLoadError:
     """Returns the error of a set that only a start compiles, on its cores."""
     message = f"{unit.manifest.get('engine')} can compile {unit.source} only on its cores, when a replica starts"
     return EngineLoadError("compile-needs-device", message, "start a replica: its result is kept for later starts")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import logging
-import os
+import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from hashlib import blake2s
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -18,22 +21,13 @@ from workers.artifacts.fetch.progress import FetchStatus, Progress
 from workers.artifacts.fetch.single_flight import End, SingleFlight, Work
 from workers.artifacts.sources.listing import SourceError, Stopped
 from workers.artifacts.store.store import Store
-from workers.compiled.compile_process import (
-    Built,
-    Checked,
-    Order,
-    Predicted,
-    Wanted,
-    answers,
-    build_key,
-    result_of,
-)
 from workers.compiled.host_sets import Buildable, compiles
 from workers.compiled.memory_gate import MemoryGate, need_gib
-from workers.compiled.places import Working, places_for
+from workers.compiled.orders import BuildTrouble, Built, Checked, Order, Predicted, Reply, Wanted, Working
+from workers.compiled.places import places_for
 from workers.compiled.prediction import Prediction, predict
 from workers.compiled.storage import PATIENCE_S
-from workers.host import host_facts
+from workers.host import host_facts, json_process
 from workers.messages.actor_message import actor_message
 from workers.messages.engine_protocol import EngineLoadError
 from workers.messages.replica_config import ReplicaConfig
@@ -41,6 +35,13 @@ from workers.messages.status import Failure
 
 log = logging.getLogger(__name__)
 
+MODULE = "workers.serving.prepare"
+DOING = {  # the error of a process without a result, and what it did
+    "check": ("start-failed", "checked"),
+    "predict": ("cache-not-verified", "predicted the artifacts of"),
+    "compile": ("compile-failed", "compiled"),
+}
+_OF_ONE_REPLICA = {"replica": 0, "epoch": 0, "socket": "", "token": "", "log": "", "credentials": None, "cores": []}
 ASK_S = 120.0 + PATIENCE_S  # to import an engine's package on a busy host, and for a cache that does not answer
 GIVEN = ("nxd-inference", "optimum-neuron")  # they compile, except for a precompiled source
 LOOKS = 8  # maximum concurrent checks and predictions
@@ -53,6 +54,64 @@ class Foreseen(msgspec.Struct, frozen=True, kw_only=True):
 
     missing: list[str] = []  # missing sets that can be compiled ahead, for display; empty: nothing to do
     trouble: str = ""  # why the prediction failed; the start will find out on its cores
+
+
+def build_key(config: ReplicaConfig) -> str:
+    """Returns a key that is equal for configs whose replicas need the same compiled artifacts."""
+    plain = msgspec.to_builtins(msgspec.structs.replace(config, env={}, **_OF_ONE_REPLICA))
+    return blake2s(json.dumps(plain, sort_keys=True).encode(), digest_size=10).hexdigest()
+
+
+def answers(
+    command: Literal["check", "predict", "compile"],
+    order: Order,
+    stop: threading.Event,
+    limit_s: float | None = None,
+    warm: str | None = None,
+) -> Iterator[Reply]:
+    """Yields the replies of the process to a command; ``warm`` as in `json_process.start`. Blocks.
+
+    Its last reply is a result or a BuildTrouble, also if it cannot be started or ends without a result. Raises Stopped
+    soon after ``stop`` is set, when its compilers have ended.
+    """
+    config = msgspec.structs.replace(order.config, token="", credentials=None)
+    id, doing = DOING[command]
+    began, fact, result = time.monotonic(), "ended without a result", False
+    try:
+        with json_process.running(
+            (MODULE, command),
+            msgspec.structs.replace(order, config=config),
+            python=config.python,
+            env=config.env,
+            log_file=config.log,
+            warm=warm,
+            stop=stop,
+            limit_s=limit_s,
+        ) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                reply = msgspec.json.decode(line, type=Reply)
+                result = not isinstance(reply, Working)
+                yield reply
+            process.wait()
+    except (OSError, subprocess.SubprocessError, msgspec.MsgspecError) as error:
+        fact = f"failed: {type(error).__name__}: {error}"
+    if stop.is_set():
+        raise Stopped(f"stopped {command} of {config.model}: it has no waiters left")
+    if not result:
+        if limit_s is not None and time.monotonic() - began >= limit_s:
+            fact = f"had no result within {limit_s:.0f} s"
+        what = f"the process that {doing} {config.model} {fact}"
+        yield BuildTrouble(Failure(id, what, f"its log is {config.log}"))
+
+
+def result_of(replies: Iterable[Reply], tell: Callable[[Working], None] = lambda _: None) -> Any:
+    """Returns the result among the replies of a process, or its Failure; ``tell`` gets its progress."""
+    for reply in replies:
+        if not isinstance(reply, Working):
+            return reply.failure if isinstance(reply, BuildTrouble) else reply
+        tell(reply)
+    raise AssertionError("a process always has a result")
 
 
 def check(config: ReplicaConfig, stop: threading.Event, warm: str | None = None) -> Checked | Failure:
@@ -148,7 +207,7 @@ def _bring(config: ReplicaConfig, store: Store, began: Callable[[str], Progress]
         raise EngineLoadError(result.id, result.what, result.hint)
     for each in result.wanted:
         unit = Buildable(role=each.role, source=Path(each.source), manifest=each.manifest, kept=bool(each.folder))
-        for place in places_for(unit, Path(config.compiled), {**os.environ, **config.env}, config.neff_cache):
+        for place in places_for(unit, config):
             if (fetched := place.fetch(each.manifest)) is not None:
                 yield fetched.name.format(each.role), fetched.bytes
 

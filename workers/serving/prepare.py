@@ -12,17 +12,15 @@ import contextlib
 import logging
 import os
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 from placements.facts.engines import SERVER_ENGINES
 from workers.artifacts.sources.listing import SourceError
 from workers.artifacts.store.artifact_uses import using
-from workers.compiled.compile_process import BuildTrouble, Built, Checked, Order, Predicted, Reply, Wanted
-from workers.compiled.host_sets import Buildable, peek
-from workers.compiled.places import Ensured, ensure, find, needs_device, places_for
-from workers.compiled.prediction import Prediction
+from workers.compiled.host_sets import Buildable
+from workers.compiled.orders import BuildTrouble, Checked, Order, Predicted, Reply
+from workers.compiled.places import ensure, find, wanted_of
 from workers.engines.open_engine import buildables, hide_progress_bars
 from workers.engines.weight_files import check_checkpoint
 from workers.host import host_facts
@@ -71,56 +69,9 @@ def buildables_of(config: ReplicaConfig, read: bool) -> list[Buildable]:
 def predict(config: ReplicaConfig, *, read: bool = False, ahead: bool = False) -> Predicted:
     """Returns the artifacts that a start of ``config`` needs, in the replica's environment, and where it gets them.
     ``read`` and ``ahead``: as in ``Order``. Raises EngineLoadError."""
-    wanted = [_wanted(config, unit, _prediction(config, unit, ahead)) for unit in buildables_of(config, read)]
-    return Predicted(engine=config.engine, wanted=wanted)
-
-
-def _prediction(config: ReplicaConfig, unit: Buildable, ahead: bool) -> Prediction:
-    if unit.unread:
-        reason = f"{len(unit.unread)} files of the checkpoint need digests and are unread; read them with --read"
-        return Prediction("compile", "nothing", reason)
-    if config.compiled is None:
-        return Prediction("compile", "nothing", "there is no folder for compiled artifacts")
-    environment = {**os.environ, **config.env}
-    return find(unit, places_for(unit, Path(config.compiled), environment, config.neff_cache, ahead=ahead))
-
-
-def _wanted(config: ReplicaConfig, unit: Buildable, prediction: Prediction) -> Wanted:
-    is_kept = config.compiled is not None and unit.kept and not unit.unread
-    return Wanted(
-        role=unit.role,
-        source=str(unit.source),
-        manifest=dict(unit.manifest),
-        folder=str(peek(Path(config.compiled or ""), unit.manifest).path) if is_kept else "",
-        complete=prediction.hit and prediction.where == "compiled",
-        ahead=unit.make is not None,
-        unread=list(unit.unread),
-        prediction=prediction,
-    )
-
-
-def compile_all(config: ReplicaConfig, report: Report, push: bool = False, make: bool = True) -> Built:
-    """Provides all artifacts that need no device; see `places.ensure`. ``make`` False: compiles nothing, since the
-    weights are not here. Raises EngineLoadError, SourceError, and errors of the package."""
-    began = time.monotonic()
-    if config.compiled is None:
-        raise EngineLoadError("compiled-unwritable", "there is no folder for compiled artifacts", "set `compiled`")
-    done, wanted = list[Ensured](), list[Wanted]()
-    for unit in buildables_of(config, read=make):
-        if unit.make is None and not unit.kept:
-            raise needs_device(unit)
-        if unit.kept:
-            done.append(ensure(unit, Path(config.compiled), config.neff_cache, report, push=push, make=make))
-        wanted.append(_wanted(config, unit, Prediction("hit", "compiled" if unit.kept else "neff-cache", "")))
-    return Built(
-        wanted=wanted,
-        compiled=[each.key for each in done if each.how == "compiled"],
-        pulled=[each.key for each in done if each.how == "pulled"],
-        missing=[each.key for each in done if each.how == "missing"],
-        pushed=[each.key for each in done if each.is_pushed],
-        unsent=[each.unsent for each in done if each.unsent is not None],
-        warnings=[warning for each in done for warning in each.warnings],
-        seconds=round(time.monotonic() - began, 3),
+    units = buildables_of(config, read)
+    return Predicted(
+        engine=config.engine, wanted=[wanted_of(config, unit, find(unit, config, ahead)) for unit in units]
     )
 
 
@@ -139,7 +90,8 @@ def run(command: str, order: Order, report: Report) -> bool:
             elif command == "predict":
                 report(predict(config, read=order.read, ahead=order.ahead))
             else:
-                report(compile_all(config, report, order.push, order.make))
+                units = buildables_of(config, read=order.make)
+                report(ensure(units, config, report, push=order.push, make=order.make))
             return True
     except (EngineLoadError, SourceError) as error:
         failure = Failure(error.id, error.what, error.hint)

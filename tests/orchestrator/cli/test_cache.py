@@ -26,7 +26,7 @@ from tests.workers.neffs import COMPILER, finished, graph
 from tests.workers.tnx_runs import config as tnx
 from workers.artifacts.store.artifact_uses import using
 from workers.artifacts.store.store import Store, StoreSettings
-from workers.compiled import compile_process, neuron_cache, neuron_target, shared_sets
+from workers.compiled import neuron_cache, neuron_target, preparation, shared_sets
 from workers.compiled.host_sets import MANIFEST, entry
 from workers.compiled.neuron_cache import read_entries
 from workers.compiled.prediction import LATER, Prediction
@@ -346,7 +346,7 @@ def compile_ahead(spec: Path, home: Path) -> None:
     from orchestrator.control.resolve.offline_configs import configs
     from orchestrator.control.resolve.spec_file import load
     from orchestrator.process.home import Home
-    from workers.compiled.compile_process import Order
+    from workers.compiled.orders import Order
     from workers.messages.replica_config import ReplicaConfig
 
     (replica_config,) = configs(load(str(spec)), Home(home), heads=True)
@@ -440,14 +440,14 @@ def test_the_weights_of_compiled_models_are_not_fetched(
     assert compiled("home") == ("compiled", size)
     assert compiled("another") == ("pulled", 0)
     assert compiled("another") == ("there", 0)
-    answers = compile_process.answers
+    answers = preparation.answers
 
     def lost(command: str, *arguments: Any) -> Any:
         if command == "compile":
             shutil.rmtree(tmp_path / "shared", ignore_errors=True)
         return answers(command, *arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(compile_process, "answers", lost)
+    monkeypatch.setattr(preparation, "answers", lost)
     assert compiled("third") == ("compiled", size)
 
 

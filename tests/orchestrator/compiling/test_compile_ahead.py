@@ -28,10 +28,9 @@ from tests.s3 import S3Server
 from tests.workers.tnx_runs import config
 from workers.artifacts.sources.listing import Stopped
 from workers.artifacts.store.store import StoreSettings
-from workers.compiled import compile_process, neuron_target
-from workers.compiled.compile_process import BuildTrouble, Built, Order, Predicted, Reply, Wanted
+from workers.compiled import neuron_target, preparation
 from workers.compiled.memory_gate import startable
-from workers.compiled.places import Working
+from workers.compiled.orders import BuildTrouble, Built, Order, Predicted, Reply, Wanted, Working
 from workers.host import host_facts as this_host
 from workers.host import json_process
 from workers.messages.replica_config import ReplicaConfig
@@ -152,7 +151,7 @@ class Played:
 @pytest.fixture
 def played(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Played:
     compiler = Played()
-    monkeypatch.setattr(compile_process, "answers", compiler)
+    monkeypatch.setattr(preparation, "answers", compiler)
     monkeypatch.setenv("COREWRIGHT_HOME", str(tmp_path / "home"))
     return compiler
 
@@ -487,7 +486,7 @@ def test_ctrl_c_ends_the_compilers(
         ended.append(order.config.model)
         raise Stopped("x")
 
-    monkeypatch.setattr(compile_process, "answers", answers)
+    monkeypatch.setattr(preparation, "answers", answers)
     monkeypatch.setenv("COREWRIGHT_HOME", str(tmp_path / "home"))
     home = Home.from_environment()
     flow = compile_ahead.CompileAhead(

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -32,11 +31,11 @@ from tests.workers.fake_remote import FakeRemote
 from tests.workers.neffs import graph
 from tests.workers.tnx_runs import config
 from workers.artifacts.store.store import Store
-from workers.compiled import compile_process, neuron_cache, preparation, shared_sets
-from workers.compiled.compile_process import BuildTrouble, Built, Order, Predicted, Reply, Wanted
+from workers.compiled import neuron_cache, preparation, shared_sets
 from workers.compiled.host_sets import Buildable, always, entry
 from workers.compiled.memory_gate import startable
-from workers.compiled.places import find, places_for
+from workers.compiled.orders import BuildTrouble, Built, Order, Predicted, Reply, Wanted
+from workers.compiled.places import find
 from workers.compiled.prediction import Prediction
 from workers.compiled.preparation import Warmed
 from workers.messages.replica_config import ReplicaConfig
@@ -326,7 +325,7 @@ def test_graphs_that_only_a_start_compiles_are_not_a_failure(
             assert built is not None
             yield built
 
-    monkeypatch.setattr(compile_process, "answers", answers)
+    monkeypatch.setattr(preparation, "answers", answers)
     monkeypatch.setenv("COREWRIGHT_HOME", str(tmp_path / "home"))
     (tmp_path / "home" / "compiled").mkdir(parents=True)
     (tmp_path / "m").mkdir()
@@ -471,7 +470,7 @@ def test_concurrent_compilations_are_limited(tmp_path: Path, monkeypatch: pytest
         )
 
     monkeypatch.setattr("orchestrator.compiling.compile_ahead.startable", spied)
-    monkeypatch.setattr(compile_process, "answers", answers)
+    monkeypatch.setattr(preparation, "answers", answers)
     monkeypatch.setenv("COREWRIGHT_HOME", str(tmp_path / "home"))
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "config.json").write_text(json.dumps(LLAMA))
@@ -491,7 +490,7 @@ def test_an_entry_that_the_engine_rejects_is_not_a_hit(looked: Looked) -> None:
     for is_whole in (False, True):
         check = {True: always, False: lambda _: False}[is_whole]
         unit = Buildable(source=Path("/models/m"), manifest=MANIFEST, is_whole=check)
-        outcomes.append(find(unit, places_for(unit, looked.home, os.environ)).outcome)
+        outcomes.append(find(unit, config(Path("/models/m"), compiled=str(looked.home))).outcome)
     assert outcomes == ["compile", "hit"]
 
 

@@ -28,7 +28,6 @@ from workers.artifacts.sources.listing import Listing, SourceError, Stopped
 from workers.artifacts.sources.s3 import WORK, Bucket
 from workers.artifacts.store.store import Store
 from workers.compiled import graph_sync, host_sets, neuron_cache, pruning, shared_sets, storage
-from workers.compiled.compile_process import Built, Order, Reply, build_key
 from workers.compiled.compile_session import CompileSession
 from workers.compiled.file_states import part_of
 from workers.compiled.graph_records import GraphUses, Proof, record_file
@@ -36,8 +35,10 @@ from workers.compiled.graph_sync import localized, push
 from workers.compiled.host_sets import Buildable, LockedEntry, entry
 from workers.compiled.manifest import LOCK_FILE, name_of, record_of, write_record
 from workers.compiled.neuron_cache import EntryState, read_entries, state_of
+from workers.compiled.orders import Built, Order, Reply
 from workers.compiled.places import CachedGraphs, HostSets, ShippedGraphs
 from workers.compiled.prediction import ArtifactCandidate
+from workers.compiled.preparation import build_key
 from workers.compiled.storage import FolderStorage, storage_at
 from workers.serving import prepare
 
@@ -674,13 +675,14 @@ def test_a_checkpoint_is_not_evicted_while_it_is_compiled(tmp_path: Path, monkey
     artifact = store.get(FakeRemote({"config.json": b"{}"}))
     errors: list[str] = []
 
-    def compile_all(*_: Any) -> Built:
+    def ensure(*_: Any, **__: Any) -> Built:
         with pytest.raises(SourceError) as refusal:
             store.remove(artifact.key)
         errors.append(refusal.value.id)
         return Built(wanted=[], seconds=0.0)
 
-    monkeypatch.setattr(prepare, "compile_all", compile_all)
+    monkeypatch.setattr(prepare, "buildables_of", lambda config, read: [])
+    monkeypatch.setattr(prepare, "ensure", ensure)
     assert prepare.run("compile", Order(config=config(Path(artifact.folder))), lambda reply: None)
     store.remove(artifact.key)
     assert errors == ["store-in-use"]

@@ -20,10 +20,9 @@ import pytest
 from tests.doubles import Neuron, neuron  # noqa: F401 - the fixture
 from tests.workers.tnx_runs import BUCKETS, config
 from workers.artifacts.sources.listing import Stopped
-from workers.compiled import compile_process
-from workers.compiled.compile_process import BuildTrouble, Built, Order, Predicted, Reply, Wanted
+from workers.compiled import preparation
 from workers.compiled.host_sets import MANIFEST
-from workers.compiled.places import Working
+from workers.compiled.orders import BuildTrouble, Built, Order, Predicted, Reply, Wanted, Working
 from workers.engines.transformers_neuronx.engine import open_transformers_neuronx
 from workers.host import file_lock
 from workers.messages.replica_config import ReplicaConfig
@@ -285,7 +284,7 @@ def test_a_stopped_compile_ends_its_compilers(
     waiter = threading.Thread(target=end)
     waiter.start()
     with pytest.raises(Stopped):
-        list(compile_process.answers("compile", Order(config=replica_config), stop))
+        list(preparation.answers("compile", Order(config=replica_config), stop))
     waiter.join()
     assert [process for process in results if process.is_running() and process.status() != "zombie"] == []
 

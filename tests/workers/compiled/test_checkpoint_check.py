@@ -15,7 +15,7 @@ import pytest
 
 from tests.workers.artifacts.test_artifact_fetcher import CONFIG
 from tests.workers.engines.test_cpu_engine import FAULTS, pickle_weights, truncate
-from workers.compiled.compile_process import Checked
+from workers.compiled.orders import Checked
 from workers.compiled.preparation import check
 from workers.engines.weight_files import check_checkpoint
 from workers.messages.engine_protocol import EngineLoadError

@@ -17,8 +17,8 @@ from tests.workers.tnx_runs import config
 from workers.artifacts.fetch.progress import FetchStatus, Progress
 from workers.artifacts.sources.listing import Stopped
 from workers.compiled import preparation
-from workers.compiled.compile_process import Built
 from workers.compiled.memory_gate import MemoryGate, need_gib
+from workers.compiled.orders import Built
 from workers.compiled.preparation import LOOKS, CompileService, Foreseen, looks_at_once
 from workers.messages.replica_config import ReplicaConfig
 from workers.messages.status import Failure

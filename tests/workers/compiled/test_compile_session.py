@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.workers.neffs import COMPILER, content, finished, graph
+from tests.workers.tnx_runs import config
 from workers.compiled import graph_records, graph_sync, neuron_cache, places
 from workers.compiled.compile_session import CompileSession
 from workers.compiled.file_states import part_of
@@ -18,7 +19,7 @@ from workers.compiled.graph_sync import push
 from workers.compiled.host_sets import Buildable
 from workers.compiled.manifest import read_record, record_of, write_record
 from workers.compiled.neuron_cache import URL
-from workers.compiled.places import find, places_for
+from workers.compiled.places import find
 from workers.compiled.prediction import Prediction
 from workers.compiled.storage import FolderStorage
 
@@ -46,7 +47,7 @@ class Host:
     def foretold(self, wanted: Manifest) -> Prediction:
         env = {URL: str(self.cache), **self.env}
         unit = Buildable(source=self.home / "model", manifest=wanted)
-        return find(unit, places_for(unit, self.home / "compiled", env))
+        return find(unit, config(self.home / "model", compiled=str(self.home / "compiled"), env=env))
 
     def start(self, wanted: Manifest) -> dict[str, str]:
         """The NEFFs that the package then finds, by the graph."""

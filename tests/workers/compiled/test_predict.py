@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.workers.tnx_runs import config
 from workers.compiled.host_sets import Buildable
 from workers.compiled.manifest import decoded, encoded, name_of, record_of
 from workers.compiled.neuron_cache import URL
-from workers.compiled.places import find, places_for
+from workers.compiled.places import find
 from workers.compiled.prediction import ArtifactCandidate, Difference, differences, flat, predict
 
 WANTED: dict[str, Any] = {
@@ -131,8 +132,9 @@ def test_neffs_beside_the_model_do_not_matter_to_a_compile_ahead(tmp_path: Path)
     """It is the way out for who has them and cannot prove them."""
     (tmp_path / "compiled").mkdir()
     (tmp_path / "compiled" / "a.neff").touch()
-    unit, root, environment = Buildable(source=tmp_path, manifest=WANTED), tmp_path / "root", {URL: str(tmp_path)}
-    outcomes = [find(unit, places_for(unit, root, environment, ahead=ahead)).outcome for ahead in (False, True)]
+    unit = Buildable(source=tmp_path, manifest=WANTED)
+    replica_config = config(tmp_path, compiled=str(tmp_path / "root"), env={URL: str(tmp_path)})
+    outcomes = [find(unit, replica_config, ahead).outcome for ahead in (False, True)]
     assert outcomes == ["fail", "compile"]
 
 

@@ -14,7 +14,7 @@ from tests.s3 import FaultProxy
 from tests.workers.tnx_runs import BUCKETS, config
 from workers.artifacts.sources.listing import RemoteFile, SourceError
 from workers.compiled import neuron_cache, shared_sets, storage
-from workers.compiled.compile_process import Built, Order, Reply
+from workers.compiled.orders import Built, Order, Reply
 from workers.engines.transformers_neuronx.engine import open_transformers_neuronx
 from workers.messages.replica_config import ReplicaConfig
 from workers.serving import prepare

@@ -24,9 +24,8 @@ import torch
 from tests.checkpoints import FAMILIES, VOCAB_SIZE, make_checkpoint
 from tests.workers.tnx_runs import answers, config, of_the_cpu_engine, scripted_requests
 from workers.compiled import shared_sets
-from workers.compiled.compile_process import Built, Order, Reply
 from workers.compiled.host_sets import MANIFEST, entry, peek
-from workers.compiled.places import Working
+from workers.compiled.orders import Built, Order, Reply, Working
 from workers.engines.cpu import graphs as cpu_graphs
 from workers.engines.cpu.artifacts import is_whole
 from workers.engines.cpu.engine import CpuEngine

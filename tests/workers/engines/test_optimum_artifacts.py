@@ -16,7 +16,7 @@ from tests.s3 import S3Server
 from tests.workers.nxdi_traffic import Checkpoints, arrivals, cpu, served, wrong
 from tests.workers.nxdi_traffic import sources as sources
 from tests.workers.optimum_traffic import config_of, export_here, play
-from workers.compiled.compile_process import NEEDS_DEVICE, BuildTrouble, Built, Order, Reply
+from workers.compiled.orders import NEEDS_DEVICE, BuildTrouble, Built, Order, Reply
 from workers.engines.open_engine import open_engine
 from workers.engines.optimum_neuron import artifacts
 from workers.messages.replica_config import ReplicaConfig

@@ -23,8 +23,8 @@ from tests.workers.nxdi_traffic import FULL, MAX_LEN, Checkpoints, Expected, arr
 from tests.workers.nxdi_traffic import expected as expected
 from tests.workers.nxdi_traffic import sources as sources
 from tests.workers.optimum_traffic import config_of, export_here, opened, play
-from workers.compiled.compile_process import Order
 from workers.compiled.host_sets import peek
+from workers.compiled.orders import Order
 from workers.engines.open_engine import open_engine
 from workers.engines.optimum_neuron import artifacts
 from workers.engines.optimum_neuron.compiled_folder import start_error

@@ -16,8 +16,8 @@ import pytest
 from tests.doubles import Neuron, neuron, traces  # noqa: F401 - fixtures
 from tests.encoders import HIDDEN, save_encoder, texts
 from workers.batching.encode_batcher import EncodeBatcher
-from workers.compiled.compile_process import BuildTrouble, Built, Order, Predicted, Reply
 from workers.compiled.host_sets import LockedEntry
+from workers.compiled.orders import BuildTrouble, Built, Order, Predicted, Reply
 from workers.engines.open_engine import open_encoder
 from workers.engines.torch_neuronx.artifacts import TRACE, compile_missing
 from workers.engines.torch_neuronx.tracing import Tracing

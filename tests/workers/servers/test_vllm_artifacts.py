@@ -18,7 +18,7 @@ import pytest
 from tests.fleet import until
 from tests.s3 import S3Server
 from workers.compiled import preparation
-from workers.compiled.compile_process import NEEDS_DEVICE, BuildTrouble, Built, Order, Predicted, Reply, Wanted
+from workers.compiled.orders import NEEDS_DEVICE, BuildTrouble, Built, Order, Predicted, Reply, Wanted
 from workers.host import file_lock
 from workers.messages.engine_protocol import EngineLoadError
 from workers.messages.replica_config import ReplicaConfig
