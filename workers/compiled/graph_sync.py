@@ -26,29 +26,17 @@ from workers.compiled.file_states import Part, digest, part_of, sync_folder, syn
 from workers.compiled.graph_records import SUFFIX, Proof, record_file, records_in
 from workers.compiled.manifest import ManifestRecord, decoded, encoded, read_record, record_of, write_record
 from workers.compiled.neuron_cache import (
-    DEFAULT,
     DONE,
     LOG,
     NEFF,
     OWN,
     URL,
     EntryState,
-    flags_of,
     is_finished,
     listed_entries,
     read_entries,
-    read_entry,
 )
-from workers.compiled.storage import (
-    DAMAGED,
-    S3,
-    STRAY_S,
-    FolderStorage,
-    Storage,
-    is_writable,
-    listed_files,
-    storage_at,
-)
+from workers.compiled.storage import DAMAGED, S3, STRAY_S, FolderStorage, Storage, is_writable, listed_files, storage_at
 from workers.host import file_lock
 
 log = logging.getLogger(__name__)
@@ -82,9 +70,9 @@ def localized(environment: Mapping[str, str], keep: Path) -> Localized | None:
 
     A ``--cache_dir`` in NEURON_CC_FLAGS is not replaced: the flags are part of the cache key of graphs.
     """
-    if any(flag == "--no_cache" or flag.startswith("--cache_dir=") for flag in flags_of(environment)):
+    if any(flag == "--no_cache" or flag.startswith("--cache_dir=") for flag in neuron_cache.flags_of(environment)):
         return None
-    url = environment.get(URL) or DEFAULT
+    url = environment.get(URL) or neuron_cache.DEFAULT
     path = keep / blake2s(url.encode(), digest_size=8).hexdigest()
     if url.startswith(S3):
         return Localized(url, path, "s3")
@@ -146,7 +134,7 @@ def _pulled(storage: Storage, local: Path, record: str, compiler: str, stop: thr
         for entry in listed_entries(files)
         if entry.state is EntryState.SUCCESS
         and (entry.name in named if named is not None else not compiler or entry.compiler == compiler)
-        and read_entry(local, entry.name).state not in (EntryState.SUCCESS, EntryState.LOCKED)
+        and neuron_cache.read_entry(local, entry.name).state not in (EntryState.SUCCESS, EntryState.LOCKED)
     ]
     expected = {name: [part.digest] for name, part in (named or {}).items()} | _digests(files)
     moved = [file for file in files if file.name.rpartition("/")[0] in missing and _belongs(file.name)]

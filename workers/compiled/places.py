@@ -27,7 +27,7 @@ from workers.compiled import neuron_cache, shared_sets
 from workers.compiled.file_states import damaged, files_below
 from workers.compiled.graph_records import Proof, records_in
 from workers.compiled.graph_sync import cache_of, pull_for, records_at
-from workers.compiled.host_sets import MANIFEST, Buildable, always, entry, peek, read_manifest
+from workers.compiled.host_sets import MANIFEST, Buildable, Tell, always, entry, peek, read_manifest
 from workers.compiled.manifest import LOCK_FILE, ManifestRecord, name_of, plain_of, read_record
 from workers.compiled.neuron_cache import RETRIED, EntryState, flags_of, is_stuck, listed_entries, read_entries
 from workers.compiled.orders import Built, Wanted, Working
@@ -278,9 +278,8 @@ def ensure(
                 if pull_or_log(held, config.neff_cache, built.warnings):
                     built.pulled.append(working.key)
                 elif make and unit.make is not None:
-                    compiling = replace(working, phase="compiling")
-                    report(compiling)
-                    unit.make(held, lambda done, total, of=compiling: report(replace(of, done=done, total=total)))
+                    report(replace(working, phase="compiling"))
+                    unit.make(held, _counted(report, replace(working, phase="compiling")))
                     built.compiled.append(working.key)
                 else:
                     held.path.rmdir()  # empty
@@ -297,6 +296,11 @@ def ensure(
                     built.unsent.append(Failure(error.id, error.what, error.hint))
         report(replace(working, phase="done"))
     return replace(built, seconds=round(time.monotonic() - began, 3))
+
+
+def _counted(report: Callable[[Working], None], working: Working) -> Tell:
+    """Returns the function by which a compiler reports its graphs."""
+    return lambda done, total: report(replace(working, done=done, total=total))
 
 
 def _needs_device(unit: Buildable) -> EngineLoadError:

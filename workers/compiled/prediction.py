@@ -25,7 +25,9 @@ DECODE, PREFILL = "options.constructor.n_positions", "options.constructor.contex
 COMPLETE: Mapping[Where, str] = {
     "compiled": "it was compiled on this host",
     "elsewhere": "its neff_cache has artifacts compiled by another host",
+    "neff-cache": "the cache has all of its graphs",
 }
+ORDER: tuple[Where, ...] = ("compiled", "elsewhere", "source", "neff-cache")
 LATER = "clear it with `corewright cache retry`"
 
 
@@ -88,23 +90,19 @@ def predict(wanted: Mapping[str, Any] | None, candidates: Sequence[ArtifactCandi
     """
     if wanted is None:  # 1
         return Prediction("hit", "nothing", "the engine compiles nothing")
-    for where, reason in COMPLETE.items():  # 2
-        for candidate in _same(wanted, candidates, where):
-            if not candidate.missing:
-                return Prediction("hit", where, reason, candidate.place)
-    beside = [candidate for candidate in candidates if candidate.where == "source"]
-    if beside:  # 3
-        return _beside(wanted, beside)
-    for candidate in _same(wanted, candidates, "neff-cache"):  # 4
-        if candidate.failed:
-            reason = f"the cache has a failed compilation; {LATER}"
-            return Prediction("fail", candidate.where, reason, candidate.place, failed=candidate.failed)
-        if not candidate.missing:
-            return Prediction("hit", candidate.where, "the cache has all of its graphs", candidate.place)
-    caches = [candidate for candidate in candidates if candidate.where == "neff-cache"]
-    for cache in caches:
-        if not cache.missing and not cache.failed and has_more_buckets(cache.manifest, wanted):
-            return Prediction("hit", cache.where, "the cache has its graphs, as part of more buckets", cache.place)
+    for candidate in sorted(candidates, key=lambda each: (ORDER.index(each.where), each.manifest != wanted)):
+        is_same, where, place = candidate.manifest == wanted, candidate.where, candidate.place
+        if where == "source":  # 3
+            return _beside(wanted, candidate)
+        if is_same and candidate.failed:  # 4
+            return Prediction(
+                "fail", where, f"the cache has a failed compilation; {LATER}", place, failed=candidate.failed
+            )
+        if is_same and not candidate.missing:  # 2, 4
+            return Prediction("hit", where, COMPLETE[where], place)
+        is_whole = not candidate.missing and not candidate.failed
+        if where == "neff-cache" and is_whole and has_more_buckets(candidate.manifest, wanted):
+            return Prediction("hit", where, "the cache has its graphs, as part of more buckets", place)
     prediction = _compiles(wanted, candidates, source)  # 5
     unavailable = [candidate.silent for candidate in candidates if candidate.silent]
     return replace(prediction, reason="; ".join(dict.fromkeys([prediction.reason, *unavailable])))
@@ -139,10 +137,6 @@ def named(path: str) -> str:
     return NAMES.get(short, short)
 
 
-def _same(wanted: Mapping[str, Any], candidates: Sequence[ArtifactCandidate], where: Where) -> list[ArtifactCandidate]:
-    return [candidate for candidate in candidates if candidate.where == where and candidate.manifest == wanted]
-
-
 def has_more_buckets(found: Mapping[str, Any] | None, wanted: Mapping[str, Any]) -> bool:
     """Returns whether ``found`` has all buckets of ``wanted`` and more, and is otherwise equal, including the longest
     decode bucket, which is the length of the KV cache."""
@@ -156,15 +150,13 @@ def has_more_buckets(found: Mapping[str, Any] | None, wanted: Mapping[str, Any])
     return same_length and all(set(few) <= set(many) for few, many in pairs)
 
 
-def _beside(wanted: Mapping[str, Any], beside: Sequence[ArtifactCandidate]) -> Prediction:
-    for candidate in beside:
-        if candidate.manifest == wanted and not candidate.missing:
-            return Prediction("hit", "source", "the NEFFs beside the model match their record", candidate.place)
-    candidate = beside[0]
+def _beside(wanted: Mapping[str, Any], candidate: ArtifactCandidate) -> Prediction:
     if candidate.manifest is None:
         reason = "the NEFFs beside the model have no record of their compiler, flags and shapes"
         return Prediction("fail", "source", reason, candidate.place)
     why = differences(wanted, candidate.manifest)
+    if candidate.manifest == wanted and not candidate.missing:
+        return Prediction("hit", "source", "the NEFFs beside the model match their record", candidate.place)
     reason = "the NEFFs beside the model were compiled differently" if why else "NEFFs beside the model are damaged"
     return Prediction("fail", "source", reason, candidate.place, why, candidate.missing)
 

@@ -69,10 +69,8 @@ def buildables_of(config: ReplicaConfig, read: bool) -> list[Buildable]:
 def predict(config: ReplicaConfig, *, read: bool = False, ahead: bool = False) -> Predicted:
     """Returns the artifacts that a start of ``config`` needs, in the replica's environment, and where it gets them.
     ``read`` and ``ahead``: as in ``Order``. Raises EngineLoadError."""
-    units = buildables_of(config, read)
-    return Predicted(
-        engine=config.engine, wanted=[wanted_of(config, unit, find(unit, config, ahead)) for unit in units]
-    )
+    wanted = [wanted_of(config, unit, find(unit, config, ahead)) for unit in buildables_of(config, read)]
+    return Predicted(engine=config.engine, wanted=wanted)
 
 
 def run(command: str, order: Order, report: Report) -> bool:
