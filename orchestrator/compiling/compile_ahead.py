@@ -26,7 +26,7 @@ from workers.compiled import preparation
 from workers.compiled.host_sets import compiles
 from workers.compiled.memory_gate import need_gib, startable
 from workers.compiled.orders import NEEDS_DEVICE, Built, Order, Predicted, Working
-from workers.compiled.preparation import build_key, result_of
+from workers.compiled.preparation import build_key
 from workers.messages.replica_config import ReplicaConfig
 from workers.messages.status import Failure
 
@@ -247,8 +247,8 @@ class CompileAhead:
         return predicted if isinstance(predicted, Failure) else (fetched, predicted)
 
     def _predict(self, config: ReplicaConfig) -> Predicted | Failure:
-        replies = preparation.answers("predict", Order(config=config, ahead=True), self._stop, PREDICT_S)
-        result: Predicted | Failure = result_of(replies)
+        order = Order(config=config, ahead=True)
+        result: Predicted | Failure = preparation.run_process("predict", order, self._stop, PREDICT_S)
         return result
 
     def _work(self, job: Job, ended: queue.SimpleQueue[tuple[Job, Job | CompileOutcome | None]]) -> None:
@@ -268,7 +268,7 @@ class CompileAhead:
             self._watch(BuildStep(job.models, working.phase, working.done, working.total, job.target))
 
         try:
-            result = result_of(preparation.answers("compile", order, self._stop), tell)
+            result = preparation.run_process("compile", order, self._stop, tell=tell)
         except Stopped:
             fact = f"compiling {job.config.model} was stopped"
             result = Failure("compile-stopped", fact, "run the command again to compile it")

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from hashlib import blake2s
 from pathlib import Path
 from typing import Any, Literal
@@ -62,21 +62,22 @@ def build_key(config: ReplicaConfig) -> str:
     return blake2s(json.dumps(plain, sort_keys=True).encode(), digest_size=10).hexdigest()
 
 
-def answers(
+def run_process(
     command: Literal["check", "predict", "compile"],
     order: Order,
     stop: threading.Event,
     limit_s: float | None = None,
+    *,
     warm: str | None = None,
-) -> Iterator[Reply]:
-    """Yields the replies of the process to a command; ``warm`` as in `json_process.start`. Blocks.
+    tell: Callable[[Working], None] = lambda _: None,
+) -> Any:
+    """Returns the result of the process for a command, or its Failure, also if it cannot be started or has no result.
+    Blocks. ``tell`` gets its progress; ``warm`` as in `json_process.start`.
 
-    Its last reply is a result or a BuildTrouble, also if it cannot be started or ends without a result. Raises Stopped
-    soon after ``stop`` is set, when its compilers have ended.
+    Raises Stopped soon after ``stop`` is set, when its compilers have ended.
     """
     config = msgspec.structs.replace(order.config, token="", credentials=None)
-    id, doing = DOING[command]
-    began, fact, result = time.monotonic(), "ended without a result", False
+    began, fact = time.monotonic(), "ended without a result"
     try:
         with json_process.running(
             (MODULE, command),
@@ -91,39 +92,30 @@ def answers(
             assert process.stdout is not None
             for line in process.stdout:
                 reply = msgspec.json.decode(line, type=Reply)
-                result = not isinstance(reply, Working)
-                yield reply
+                if not isinstance(reply, Working):
+                    return reply.failure if isinstance(reply, BuildTrouble) else reply
+                tell(reply)
             process.wait()
     except (OSError, subprocess.SubprocessError, msgspec.MsgspecError) as error:
         fact = f"failed: {type(error).__name__}: {error}"
     if stop.is_set():
         raise Stopped(f"stopped {command} of {config.model}: it has no waiters left")
-    if not result:
-        if limit_s is not None and time.monotonic() - began >= limit_s:
-            fact = f"had no result within {limit_s:.0f} s"
-        what = f"the process that {doing} {config.model} {fact}"
-        yield BuildTrouble(Failure(id, what, f"its log is {config.log}"))
-
-
-def result_of(replies: Iterable[Reply], tell: Callable[[Working], None] = lambda _: None) -> Any:
-    """Returns the result among the replies of a process, or its Failure; ``tell`` gets its progress."""
-    for reply in replies:
-        if not isinstance(reply, Working):
-            return reply.failure if isinstance(reply, BuildTrouble) else reply
-        tell(reply)
-    raise AssertionError("a process always has a result")
+    if limit_s is not None and time.monotonic() - began >= limit_s:
+        fact = f"had no result within {limit_s:.0f} s"
+    id, doing = DOING[command]
+    return Failure(id, f"the process that {doing} {config.model} {fact}", f"its log is {config.log}")
 
 
 def check(config: ReplicaConfig, stop: threading.Event, warm: str | None = None) -> Checked | Failure:
     """Checks whether a start of ``config`` could load its files. Blocks while the engine's package is imported;
     ``warm`` as in `json_process.start`. Raises Stopped soon after ``stop`` is set."""
-    result: Checked | Failure = result_of(answers("check", Order(config=config), stop, ASK_S, warm))
+    result: Checked | Failure = run_process("check", Order(config=config), stop, ASK_S, warm=warm)
     return result
 
 
 def foresee(config: ReplicaConfig, stop: threading.Event, warm: str | None = None) -> Foreseen:
     """Predicts what would be missing; else as `check`."""
-    result = result_of(answers("predict", Order(config=config, ahead=True), stop, ASK_S, warm))
+    result = run_process("predict", Order(config=config, ahead=True), stop, ASK_S, warm=warm)
     return Foreseen(trouble=str(result)) if isinstance(result, Failure) else Foreseen(missing=result.missing)
 
 
@@ -135,7 +127,7 @@ def build(config: ReplicaConfig, progress: Progress, stop: threading.Event) -> B
             progress.expect(working.total, working.done)
 
     progress.enter("compiling")
-    result: Built | Failure = result_of(answers("compile", Order(config=config), stop), tell)
+    result: Built | Failure = run_process("compile", Order(config=config), stop, tell=tell)
     return result
 
 
@@ -163,7 +155,7 @@ def _predicted(config: ReplicaConfig, read: bool) -> Predicted | Failure:
     with tempfile.TemporaryDirectory(prefix="corewright-") as folder:
         config = msgspec.structs.replace(config, log=str(Path(folder, "log")))
         order, limit_s = Order(config=config, read=read), None if read else ASK_S
-        result: Predicted | Failure = result_of(answers("predict", order, threading.Event(), limit_s))
+        result: Predicted | Failure = run_process("predict", order, threading.Event(), limit_s)
         said = "".join(f": {line}" for line in host_facts.last_words(Path(config.log))[-1:])
     if isinstance(result, Failure) and result.id == "cache-not-verified":
         what = f"{config.python or sys.executable}: {result.what}{said}"

@@ -440,14 +440,14 @@ def test_the_weights_of_compiled_models_are_not_fetched(
     assert compiled("home") == ("compiled", size)
     assert compiled("another") == ("pulled", 0)
     assert compiled("another") == ("there", 0)
-    answers = preparation.answers
+    run_process = preparation.run_process
 
-    def lost(command: str, *arguments: Any) -> Any:
+    def lost(command: Any, *arguments: Any, **options: Any) -> Any:
         if command == "compile":
             shutil.rmtree(tmp_path / "shared", ignore_errors=True)
-        return answers(command, *arguments)  # type: ignore[arg-type]
+        return run_process(command, *arguments, **options)
 
-    monkeypatch.setattr(preparation, "answers", lost)
+    monkeypatch.setattr(preparation, "run_process", lost)
     assert compiled("third") == ("compiled", size)
 
 

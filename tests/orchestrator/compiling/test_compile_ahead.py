@@ -25,6 +25,7 @@ from orchestrator.process.failure import Failed
 from orchestrator.process.home import Home
 from tests.checkpoints import make_checkpoint
 from tests.s3 import S3Server
+from tests.workers.played_process import process_of
 from tests.workers.tnx_runs import config
 from workers.artifacts.sources.listing import Stopped
 from workers.artifacts.store.store import StoreSettings
@@ -151,7 +152,7 @@ class Played:
 @pytest.fixture
 def played(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Played:
     compiler = Played()
-    monkeypatch.setattr(preparation, "answers", compiler)
+    monkeypatch.setattr(preparation, "run_process", process_of(compiler))
     monkeypatch.setenv("COREWRIGHT_HOME", str(tmp_path / "home"))
     return compiler
 
@@ -486,7 +487,7 @@ def test_ctrl_c_ends_the_compilers(
         ended.append(order.config.model)
         raise Stopped("x")
 
-    monkeypatch.setattr(preparation, "answers", answers)
+    monkeypatch.setattr(preparation, "run_process", process_of(answers))
     monkeypatch.setenv("COREWRIGHT_HOME", str(tmp_path / "home"))
     home = Home.from_environment()
     flow = compile_ahead.CompileAhead(

@@ -29,6 +29,7 @@ from tests.placements.fleets import model, places, planned
 from tests.placements.fleets import spec as spec_of
 from tests.workers.fake_remote import FakeRemote
 from tests.workers.neffs import graph
+from tests.workers.played_process import process_of
 from tests.workers.tnx_runs import config
 from workers.artifacts.store.store import Store
 from workers.compiled import neuron_cache, preparation, shared_sets
@@ -247,7 +248,7 @@ class Looked:
             yield from replies
 
         replies: list[Reply] = []
-        monkeypatch.setattr(preparation, "answers", answers)
+        monkeypatch.setattr(preparation, "run_process", process_of(answers))
         replica = config(Path("/models/m"), compiled=str(self.home), neff_cache=str(self.there))
         return preparation.foresee(replica, threading.Event()).missing
 
@@ -325,7 +326,7 @@ def test_graphs_that_only_a_start_compiles_are_not_a_failure(
             assert built is not None
             yield built
 
-    monkeypatch.setattr(preparation, "answers", answers)
+    monkeypatch.setattr(preparation, "run_process", process_of(answers))
     monkeypatch.setenv("COREWRIGHT_HOME", str(tmp_path / "home"))
     (tmp_path / "home" / "compiled").mkdir(parents=True)
     (tmp_path / "m").mkdir()
@@ -470,7 +471,7 @@ def test_concurrent_compilations_are_limited(tmp_path: Path, monkeypatch: pytest
         )
 
     monkeypatch.setattr("orchestrator.compiling.compile_ahead.startable", spied)
-    monkeypatch.setattr(preparation, "answers", answers)
+    monkeypatch.setattr(preparation, "run_process", process_of(answers))
     monkeypatch.setenv("COREWRIGHT_HOME", str(tmp_path / "home"))
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "config.json").write_text(json.dumps(LLAMA))

@@ -270,7 +270,7 @@ def test_a_killed_compile_leaves_no_complete_set_and_no_compiler(
 def test_a_stopped_compile_ends_its_compilers(
     checkpoint: Checkpoints, machine: Neuron, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before `answers` raises."""
+    """Before it raises Stopped."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(PROJECT), machine.env["PYTHONPATH"]]))
     replica_config = kept(checkpoint("llama"), tmp_path, log=str(tmp_path / "log"))
     machine.plan({"at": "compile", "hangs": True})
@@ -284,7 +284,7 @@ def test_a_stopped_compile_ends_its_compilers(
     waiter = threading.Thread(target=end)
     waiter.start()
     with pytest.raises(Stopped):
-        list(preparation.answers("compile", Order(config=replica_config), stop))
+        preparation.run_process("compile", Order(config=replica_config), stop)
     waiter.join()
     assert [process for process in results if process.is_running() and process.status() != "zombie"] == []
 
