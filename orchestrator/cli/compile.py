@@ -102,14 +102,14 @@ def _compile(file: SpecFile, names: Sequence[str], jobs: int, memory_gib: float,
     home.prepare()
     with _view() as watch:
         flow = CompileAhead(file, home, store_here(home.store), watch, names=names, push=push)
-        prepared = flow.prepare()
-        for job in prepared.jobs:
+        prepared, outcomes = flow.prepare()
+        for job in prepared:
             if job.need_gib > memory_gib and not job.complete:
                 need = f"compiling needs about {job.need_gib:.0f} GiB of host memory, of {memory_gib:.0f} available"
                 say(f"{named(job)}: {need}: it is compiled alone")
-        running = flow.run(prepared.jobs, memory_gib=memory_gib, most=jobs)
+        running = flow.run(prepared, memory_gib=memory_gib, most=jobs)
         with contextlib.closing(running):
-            outcomes = [*prepared.outcomes, *running]
+            outcomes += running
     for outcome in outcomes:
         for warning in outcome.warnings:
             say(f"{named(outcome)}: {warning}")

@@ -92,14 +92,6 @@ def named(of: Job | CompileOutcome | BuildStep) -> str:
     return ", ".join(of.models) + (f" for {of.target}" if of.target else "")
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """The jobs of a spec before anything is compiled."""
-
-    jobs: tuple[Job, ...]
-    outcomes: tuple[CompileOutcome, ...] = ()  # of models without anything to compile, or with a failure
-
-
 class CompileAhead:
     """Compiles the models of one spec on this machine. Blocks; its threads wait for processes."""
 
@@ -121,8 +113,9 @@ class CompileAhead:
         self._offline = OfflineConfigs(file, home)
         self._stop = threading.Event()
 
-    def prepare(self) -> Prepared:
-        """Predicts what each model compiles, and fetches those that are not compiled anywhere.
+    def prepare(self) -> tuple[list[Job], list[CompileOutcome]]:
+        """Predicts what each model compiles, and fetches those that are not compiled anywhere. Returns the jobs, and
+        the outcomes of models without anything to compile, or with a failure.
 
         Works on one model at a time: importing an engine takes seconds, and a fetch uses the whole network bandwidth.
         """
@@ -139,7 +132,7 @@ class CompileAhead:
                 key, same = (kind, item.config.neff_cache), jobs.get((kind, item.config.neff_cache))
                 models = item.models if same is None else tuple(dict.fromkeys((*same.models, *item.models)))
                 jobs[key] = replace(item if same is None else same, models=models)
-        return Prepared(tuple(jobs.values()), tuple(outcomes))
+        return list(jobs.values()), outcomes
 
     def run(self, jobs: Sequence[Job], *, memory_gib: float, most: int) -> Generator[CompileOutcome, None, None]:
         """Compiles as many jobs in parallel as fit, and yields each outcome. Stops the compilers if closed early."""

@@ -258,7 +258,7 @@ def test_a_complete_set_uses_no_memory_budget(played: Played, spec: Callable[[di
     played.complete = {"x"}
     home = Home.from_environment()
     file = load(spec({"x": "source: ./a", "z": "source: ./b"}))
-    jobs = compile_ahead.CompileAhead(file, home, StoreSettings(root=str(home.store)), lambda _: None).prepare().jobs
+    jobs = compile_ahead.CompileAhead(file, home, StoreSettings(root=str(home.store)), lambda _: None).prepare()[0]
     assert [(job.models, job.need_gib > 0) for job in jobs] == [(("x",), False), (("z",), True)]
 
 
@@ -498,7 +498,7 @@ def test_ctrl_c_ends_the_compilers(
         if step.phase == "queued":
             raise KeyboardInterrupt
 
-    jobs = flow.prepare().jobs
+    jobs = flow.prepare()[0]
     running = flow.run([*jobs, dataclasses.replace(jobs[0], models=("another",))], memory_gib=0.1, most=2)
     monkeypatch.setattr(flow, "_watch", leave)
     with pytest.raises(KeyboardInterrupt):
