@@ -61,8 +61,8 @@ def imports(path: Path, *, anywhere: bool = True) -> set[str]:
 
 
 # Which folders a folder may import, beside those of the packages below its own: placements <- workers <- orchestrator.
-# `servers` is a second kind of `engines`, so its row has what theirs has: artifacts that a server compiles are kept in
-# `neff_cache`, and `compiling` requests the units to compile from both.
+# `servers` is a second kind of `engines`, so its row has what theirs has: both keep what they compile in `compiled`.
+# `serving` has the process that compiles with an engine; `compiled` runs it, by its name.
 LAYERS: dict[str, set[str]] = {
     "placements.facts": set(),
     "placements.engines": {"placements.facts"},
@@ -113,7 +113,7 @@ LAYERS: dict[str, set[str]] = {
     "workers.text": {"workers.host", "workers.messages"},
     "workers.artifacts": {"workers.host", "workers.messages"},
     "workers.batching": {"workers.messages", "workers.text"},
-    "workers.neff_cache": {
+    "workers.compiled": {
         "workers.artifacts",
         "workers.host",
         "workers.messages",
@@ -123,7 +123,7 @@ LAYERS: dict[str, set[str]] = {
         "workers.batching",
         "workers.host",
         "workers.messages",
-        "workers.neff_cache",
+        "workers.compiled",
     },
     "workers.servers": {
         "workers.artifacts",
@@ -131,16 +131,7 @@ LAYERS: dict[str, set[str]] = {
         "workers.engines",
         "workers.host",
         "workers.messages",
-        "workers.neff_cache",
-        "workers.text",
-    },
-    "workers.compiling": {
-        "workers.artifacts",
-        "workers.engines",
-        "workers.host",
-        "workers.messages",
-        "workers.neff_cache",
-        "workers.servers",
+        "workers.compiled",
         "workers.text",
     },
     "workers.serving": {
@@ -149,7 +140,7 @@ LAYERS: dict[str, set[str]] = {
         "workers.engines",
         "workers.host",
         "workers.messages",
-        "workers.neff_cache",
+        "workers.compiled",
         "workers.servers",
         "workers.text",
     },
@@ -421,7 +412,6 @@ BOUNDARIES = (
     "orchestrator/gateway/http/connection.py",
     "orchestrator/gateway/serving/model_queue.py",
     "orchestrator/process/logs.py",
-    "workers/compiling/build.py",
     "workers/engines/package_contract.py",
     "workers/host/task_boundary.py",
     "workers/serving/",

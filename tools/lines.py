@@ -32,7 +32,7 @@ BUDGETS = (
     Budget(("placements/rules", "placements/explain"), 2_000),
     Budget(("placements/engines",), 1_400),
     Budget(("workers/engines",), 3_200),
-    Budget(("workers/compiled", "workers/neff_cache", "workers/compiling", "orchestrator/compiling"), 1_800),
+    Budget(("workers/compiled", "orchestrator/compiling"), 1_800),
     Budget(("workers/artifacts",), 2_200),
     Budget(
         (

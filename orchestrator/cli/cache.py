@@ -30,19 +30,17 @@ from orchestrator.process.text_table import columns
 from placements.spec.notation import unusable_path
 from placements.spec.problems import has_errors
 from workers.artifacts.fetch.progress import Progress, size_text
-from workers.artifacts.sources.listing import RemoteFile, SourceError
+from workers.artifacts.sources.listing import SourceError
 from workers.artifacts.store.store import Store
-from workers.compiling.prefetch import verify
+from workers.compiled import neuron_cache, preparation, pruning
+from workers.compiled.graph_sync import cache_of
+from workers.compiled.neuron_cache import CacheEntry, listed_entries, read_entries
+from workers.compiled.prediction import Difference, Prediction
+from workers.compiled.preparation import Warmed, verify
+from workers.compiled.pruning import Kept, Removed, kept_in, prune_cache, prune_compiled
+from workers.compiled.shared_sets import SharedSet, sets_in
+from workers.compiled.storage import S3, storage_at
 from workers.messages.status import Failure
-from workers.neff_cache import compiler_cache, pruning
-from workers.neff_cache.candidates import keep_of
-from workers.neff_cache.compiled_artifacts import MANIFEST
-from workers.neff_cache.entries import CacheEntry, listed_entries, read_entries
-from workers.neff_cache.predict import Difference, Prediction
-from workers.neff_cache.pruning import Kept, Removed, kept_in, prune_cache, prune_compiled
-from workers.neff_cache.record import LOCK_FILE, decoded
-from workers.neff_cache.shared_artifacts import FOLDER, missing
-from workers.neff_cache.sync import S3, localized, place_at
 
 if TYPE_CHECKING:  # modules that take 0.3 s, and that only `verify` and `warm` need
     from orchestrator.control.resolve.offline_configs import OfflineConfig
@@ -125,9 +123,6 @@ def verify_spec(
 @cache.command("warm")
 def warm(spec: SpecArgument, model: ModelOption = None, output: FormatOption = Format.TABLE) -> None:
     """Fetch models and their compiled graphs to this host, from sources and NEFF caches. Compiles nothing."""
-    from workers.compiling.warming import Warmed
-    from workers.compiling.warming import warm as fetch
-
     home = Home.from_environment()
     home.prepare()
     store = _store(home)
@@ -137,7 +132,7 @@ def warm(spec: SpecArgument, model: ModelOption = None, output: FormatOption = F
             fetches.append((offline, Warmed(problem=str(offline.config))))
             continue
         with _fetch_reports(offline.label) as new_progress:
-            result = fetch(offline.config, store, threading.Event(), new_progress)
+            result = preparation.warm(offline.config, store, new_progress)
         fetched = size_text(result.bytes) if result.bytes or result.problem else "already on this host"
         say(f"{offline.label}: {fetched}" + (f"; {result.problem}" if result.problem else ""))
         fetches.append((offline, result))
@@ -194,10 +189,7 @@ def retry(
     removed: list[Removed] = []
     with _audited(home, "cache retry", {"graphs": graphs or [], "cache": place}, dry_run):
         for location in _places(home, None, place):
-            if location.startswith(S3):
-                removed += pruning.retry_in_bucket(location, graphs or (), dry_run)
-            else:
-                removed += pruning.retry(Path(location), graphs or (), dry_run)
+            removed += pruning.retry(location, graphs or (), dry_run)
     _show_removed(removed, dry_run, output)
 
 
@@ -247,7 +239,7 @@ def _places(home: Home, spec: str | None, place: str | None) -> list[str]:
             hint = "--cache takes a folder, or s3://BUCKET/PREFIX"
             raise Failed("neff-cache-unreadable", f"{place} is not a folder", hint)
         return [place]
-    folders = [compiler_cache.location(os.environ), *sorted((home.path / "neff").glob("*"))]
+    folders = [neuron_cache.location(os.environ), *sorted((home.path / "neff").glob("*"))]
     places = [str(path) for path in folders if path is not None and path.is_dir()]
     if spec is not None:
         file = _loaded(spec)
@@ -288,22 +280,6 @@ def _show_removed(removed: Sequence[Removed], dry_run: bool, output: Format) -> 
     show({"dry_run": dry_run, "bytes": size, "removed": removed}, output, table)
 
 
-if TYPE_CHECKING:
-    from orchestrator.control.resolve.offline_configs import OfflineConfig
-
-
-class PushedSet(msgspec.Struct, frozen=True, kw_only=True):
-    """A set of `compile --push` in a cache. An unfinished one has no record, whose fields are then None."""
-
-    name: str
-    state: str
-    bytes: int
-    made_at: float | None = None
-    source: str | None = None
-    engine: str | None = None
-    compiler: str | None = None
-
-
 class StartAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """How one start of a model would get its graphs: an entry of `cache verify -o json`."""
 
@@ -340,15 +316,15 @@ GRAPHS: Table[CacheEntry] = Table(
         Column("LAST WORDS", lambda entry: entry.words or None),
     ),
 )
-PUSHED: Table[PushedSet] = Table(
+PUSHED: Table[SharedSet] = Table(
     lambda pushed: pushed.name,
     (
         Column("SET", lambda pushed: pushed.name),
-        Column("ENGINE", lambda pushed: pushed.engine),
-        Column("SOURCE", lambda pushed: pushed.source or None),
+        Column("ENGINE", lambda pushed: pushed.record and pushed.record.engine),
+        Column("SOURCE", lambda pushed: (pushed.record and pushed.record.source) or None),
         Column("STATE", lambda pushed: pushed.state),
         Column("SIZE", lambda pushed: size_text(pushed.bytes)),
-        Column("AGE", lambda pushed: age(pushed.made_at or 0)),
+        Column("AGE", lambda pushed: pushed.record and age(pushed.record.made_at)),
     ),
 )
 COMPILED: Table[Kept] = Table(
@@ -373,22 +349,15 @@ class CacheContents:
 
     place: str
     entries: Sequence[CacheEntry]  # graphs
-    pushed: Sequence[PushedSet]
+    pushed: Sequence[SharedSet]
 
     @classmethod
     def read(cls, place: str) -> CacheContents:
         """Raises Failed if the cache cannot be read."""
         try:
-            if place.startswith(S3):
-                remote = place_at(place)
-                files = remote.files()
-                sets = [_below(file, FOLDER) for file in files if file.name.startswith(f"{FOLDER}/")]
-                pushed = _pushed_sets(sets, lambda name: remote.read(f"{FOLDER}/{name}"))
-                return cls(place, listed_entries(files), pushed)
-            folder = Path(place) / FOLDER
-            below = place_at(str(folder))
-            pushed = _pushed_sets(below.files(), below.read) if folder.is_dir() else []
-            return cls(place, read_entries(Path(place)), pushed)
+            is_remote = place.startswith(S3)
+            entries = listed_entries(storage_at(place).files()) if is_remote else read_entries(Path(place))
+            return cls(place, entries, sets_in(place))
         except SourceError as error:
             raise Failed.of(error) from error
 
@@ -403,33 +372,16 @@ class CacheContents:
             }
             for entry in self.entries
         ]
-        return {"place": self.place, "entries": entries, "pushed": self.pushed}
+        pushed = [
+            fields_of(each, "name state bytes") | fields_of(each.record, "made_at source engine compiler")
+            for each in self.pushed
+        ]
+        return {"place": self.place, "entries": entries, "pushed": pushed}
 
     def text(self) -> str:
         tables = [GRAPHS.text(self.entries)] if self.entries else []
         tables += [PUSHED.text(self.pushed)] if self.pushed else []
         return f"NEFF cache {self.place}\n" + ("\n".join(tables) or "empty")
-
-
-def _pushed_sets(files: Sequence[RemoteFile], read: Callable[[str], bytes]) -> list[PushedSet]:
-    """Groups ``files`` into sets by the first part of their names. Raises SourceError."""
-    sets: dict[str, list[RemoteFile]] = {}
-    for file in files:
-        name, slash, _ = file.name.partition("/")
-        if slash:
-            sets.setdefault(name, []).append(_below(file, name))
-    rows = []
-    for name, parts in sorted(sets.items()):
-        names = {part.name for part in parts}
-        record = decoded(read(f"{name}/{LOCK_FILE}")) if {MANIFEST, LOCK_FILE} <= names else None
-        state = "unfinished" if record is None else "damaged" if missing(parts, record) else "whole"
-        made = fields_of(record, "made_at source engine compiler")
-        rows.append(PushedSet(name=name, state=state, bytes=sum(part.size for part in parts), **made))
-    return rows
-
-
-def _below(file: RemoteFile, folder: str) -> RemoteFile:
-    return msgspec.structs.replace(file, name=file.name[len(folder) + 1 :])
 
 
 def _starts(offline: OfflineConfig, read: bool) -> list[StartAnswer]:
@@ -443,13 +395,13 @@ def _starts(offline: OfflineConfig, read: bool) -> list[StartAnswer]:
         StartAnswer(
             **of,
             engine=config.engine,
-            role=verdict.role,
-            source=offline.draft_source if verdict.role == "draft" else offline.source,
-            where=verdict.prediction.where if verdict.prediction.where != "nothing" else "",
-            reason=_reason(offline, verdict.prediction),
-            **fields_of(verdict.prediction, "outcome hit place why missing failed"),
+            role=wanted.role,
+            source=offline.draft_source if wanted.role == "draft" else offline.source,
+            where=wanted.prediction.where if wanted.prediction.where != "nothing" else "",
+            reason=_reason(offline, wanted.prediction),
+            **fields_of(wanted.prediction, "outcome hit place why missing failed"),
         )
-        for verdict in answer
+        for wanted in answer
     ]
 
 
@@ -458,8 +410,8 @@ def _reason(offline: OfflineConfig, prediction: Prediction) -> str:
     config = offline.config
     if not prediction.failed or isinstance(config, Failure) or not Path(prediction.place).is_dir():
         return prediction.reason
-    is_local = localized({**os.environ, **config.env}, keep_of(Path(config.compiled or ""))) is not None
-    if is_local or Path(prediction.place) == compiler_cache.location(os.environ):
+    _, localized = cache_of({**os.environ, **config.env}, Path(config.compiled or ""))
+    if localized is not None or Path(prediction.place) == neuron_cache.location(os.environ):
         return prediction.reason
     return prediction.reason.replace(RETRY, f"{RETRY} --cache {shlex.quote(prediction.place)}")
 

@@ -22,9 +22,9 @@ from orchestrator.process.home import Home
 from orchestrator.process.text_table import columns
 from placements.spec.schema import ModelSpec
 from workers.artifacts.sources.listing import SourceError
-from workers.compiling.memory_gate import free_gib
-from workers.neff_cache.shared_artifacts import FOLDER
-from workers.neff_cache.sync import S3, is_writable, place_at
+from workers.compiled.memory_gate import free_gib
+from workers.compiled.shared_sets import FOLDER
+from workers.compiled.storage import S3, is_writable, storage_at
 
 WORDS = {
     "predicting": "checking what is compiled",
@@ -89,7 +89,7 @@ def _check_places(models: Sequence[ModelSpec]) -> None:
     for place in places:
         try:
             if place.startswith(S3):
-                place_at(f"{place.rstrip('/')}/{FOLDER}").files()
+                storage_at(f"{place.rstrip('/')}/{FOLDER}").files()
             elif not is_writable(Path(place.removeprefix("file://"))):
                 hint = "check that it is mounted, and its owner"
                 raise Failed("neff-cache-unwritable", f"{place} cannot be written", hint)
@@ -102,14 +102,14 @@ def _compile(file: SpecFile, names: Sequence[str], jobs: int, memory_gib: float,
     home.prepare()
     with _view() as watch:
         flow = CompileAhead(file, home, store_here(home.store), watch, names=names, push=push)
-        prepared = flow.prepare()
-        for job in prepared.jobs:
+        prepared, outcomes = flow.prepare()
+        for job in prepared:
             if job.need_gib > memory_gib and not job.complete:
                 need = f"compiling needs about {job.need_gib:.0f} GiB of host memory, of {memory_gib:.0f} available"
                 say(f"{named(job)}: {need}: it is compiled alone")
-        running = flow.run(prepared.jobs, memory_gib=memory_gib, most=jobs)
+        running = flow.run(prepared, memory_gib=memory_gib, most=jobs)
         with contextlib.closing(running):
-            outcomes = [*prepared.outcomes, *running]
+            outcomes += running
     for outcome in outcomes:
         for warning in outcome.warnings:
             say(f"{named(outcome)}: {warning}")

@@ -37,8 +37,9 @@ from workers.artifacts.fetch.artifact_fetcher import ArtifactFetcher, wanted_by,
 from workers.artifacts.fetch.progress import Progress
 from workers.artifacts.sources.listing import SourceError
 from workers.artifacts.store.artifact_uses import using
-from workers.compiling import prefetch
-from workers.compiling.build import NEEDS_DEVICE
+from workers.compiled import preparation
+from workers.compiled.host_sets import compiles
+from workers.compiled.orders import NEEDS_DEVICE
 from workers.host import json_process
 from workers.messages.replica_config import ReplicaConfig
 from workers.messages.status import Failure
@@ -125,15 +126,15 @@ def _fetch(config: ReplicaConfig, home: Home, resources: contextlib.ExitStack) -
 
 def _compile(config: ReplicaConfig) -> None:
     """Before the model claims a core, get its graphs from ``neff_cache`` or compile them. Raises Failed."""
-    if not prefetch.compiles(config):
+    if not compiles(config):
         return
-    forecast = prefetch.foresee(config)
+    forecast = preparation.foresee(config, threading.Event())
     if forecast.trouble:
         say(f"{config.model}: cannot check which graphs are compiled: {forecast.trouble}")
     if not forecast.missing:
         return
     say(f"compiling {config.model} ({config.engine}): {'; '.join(forecast.missing)}")
-    result = prefetch.build(config, Progress(config.model), threading.Event())
+    result = preparation.build(config, Progress(config.model), threading.Event())
     if isinstance(result, Failure) and result.id != NEEDS_DEVICE:
         raise Failed.of(result)
     if not isinstance(result, Failure) and result.pulled and not result.compiled:

@@ -24,9 +24,8 @@ from workers.artifacts.fetch.progress import FetchStatus
 from workers.artifacts.fetch.single_flight import SingleFlight
 from workers.artifacts.store.manifest import Artifact
 from workers.artifacts.store.store import StoreSettings
-from workers.compiling.build import Built, Checked
-from workers.compiling.compile_service import CompileService
-from workers.compiling.prefetch import Foreseen
+from workers.compiled.orders import Built, Checked
+from workers.compiled.preparation import CompileService, Foreseen
 from workers.host import host_facts as this_host
 from workers.host.core_claims import held_cores
 from workers.host.device_metrics import DeviceMonitor

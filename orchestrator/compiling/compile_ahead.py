@@ -1,16 +1,14 @@
 """Compiles all models of a spec ahead of time: selects what to compile, schedules the builds, reports outcomes.
 
-Each set of artifacts is compiled in its own process, in the interpreter of its engine (`workers.compiling.build`).
+Each set of artifacts is compiled in its own process, in the interpreter of its engine (`workers.serving.prepare`).
 """
 
 from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -25,12 +23,13 @@ from workers.artifacts.fetch.artifact_fetcher import ArtifactFetcher, wanted_by,
 from workers.artifacts.fetch.progress import Progress
 from workers.artifacts.sources.listing import SourceError, Stopped
 from workers.artifacts.store.store import StoreSettings
-from workers.compiling import prefetch
-from workers.compiling.build import GONE, NEEDS_DEVICE, BuildTrouble, Built, Predicted, Wanted, Working
-from workers.compiling.memory_gate import need_gib, startable
+from workers.compiled import preparation
+from workers.compiled.host_sets import compiles
+from workers.compiled.memory_gate import need_gib, startable
+from workers.compiled.orders import NEEDS_DEVICE, Built, Order, Predicted, Working
+from workers.compiled.preparation import build_key
 from workers.messages.replica_config import ReplicaConfig
 from workers.messages.status import Failure
-from workers.neff_cache.candidates import compiled_elsewhere
 
 PREDICT_S = 600.0  # to import an engine's package, from a network disk
 
@@ -93,14 +92,6 @@ def named(of: Job | CompileOutcome | BuildStep) -> str:
     return ", ".join(of.models) + (f" for {of.target}" if of.target else "")
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """The jobs of a spec before anything is compiled."""
-
-    jobs: tuple[Job, ...]
-    outcomes: tuple[CompileOutcome, ...] = ()  # of models without anything to compile, or with a failure
-
-
 class CompileAhead:
     """Compiles the models of one spec on this machine. Blocks; its threads wait for processes."""
 
@@ -122,8 +113,9 @@ class CompileAhead:
         self._offline = OfflineConfigs(file, home)
         self._stop = threading.Event()
 
-    def prepare(self) -> Prepared:
-        """Predicts what each model compiles, and fetches those that are not compiled anywhere.
+    def prepare(self) -> tuple[list[Job], list[CompileOutcome]]:
+        """Predicts what each model compiles, and fetches those that are not compiled anywhere. Returns the jobs, and
+        the outcomes of models without anything to compile, or with a failure.
 
         Works on one model at a time: importing an engine takes seconds, and a fetch uses the whole network bandwidth.
         """
@@ -136,16 +128,16 @@ class CompileAhead:
                     ended = "failed" if item.result == "failed" else "done"
                     self._watch(BuildStep(item.models, ended, target=item.target))
                     continue
-                kind: object = item.keys or (prefetch.build_key(item.config), item.target)
+                kind: object = item.keys or (build_key(item.config), item.target)
                 key, same = (kind, item.config.neff_cache), jobs.get((kind, item.config.neff_cache))
                 models = item.models if same is None else tuple(dict.fromkeys((*same.models, *item.models)))
                 jobs[key] = replace(item if same is None else same, models=models)
-        return Prepared(tuple(jobs.values()), tuple(outcomes))
+        return list(jobs.values()), outcomes
 
     def run(self, jobs: Sequence[Job], *, memory_gib: float, most: int) -> Generator[CompileOutcome, None, None]:
         """Compiles as many jobs in parallel as fit, and yields each outcome. Stops the compilers if closed early."""
         waiting, running = list(jobs), list[Job]()
-        ended: queue.SimpleQueue[tuple[Job, CompileOutcome]] = queue.SimpleQueue()
+        ended: queue.SimpleQueue[tuple[Job, Job | CompileOutcome | None]] = queue.SimpleQueue()
         try:
             while waiting or running:
                 for job in startable(waiting, running, memory_gib=memory_gib, jobs=most):
@@ -156,14 +148,12 @@ class CompileAhead:
                     self._watch(BuildStep(job.models, "queued" if len(running) < most else "turn", target=job.target))
                 job, outcome = ended.get()
                 running.remove(job)
-                if job.unfetched is None or outcome.failure is None or outcome.failure.id != GONE:
+                if outcome is None and job.unfetched is not None:
+                    outcome = self._job(job.models, job.unfetched, job.target, known=False)
+                if isinstance(outcome, Job):
+                    waiting.append(outcome)
+                elif outcome is not None:
                     yield outcome
-                    continue
-                retry = self._job(job.models, job.unfetched, job.target, known=False)
-                if isinstance(retry, Job):
-                    waiting.append(retry)
-                else:
-                    yield retry
         finally:
             self._stop.set()
             while running:
@@ -192,10 +182,10 @@ class CompileAhead:
             engine = self._offline.generation.engines[placement.model]
             return CompileOutcome(**about, engine=engine, result="failed", failure=config)
         config = msgspec.structs.replace(config, log=str(self._home.logs / log))
-        if not prefetch.compiles(config):
+        if not compiles(config):
             return CompileOutcome(**about, engine=config.engine, result="nothing")
         compiled = self._find_compiled(config) if known else None
-        prediction = compiled or self._fetch_and_predict(config, models, target)
+        prediction = compiled or self._fetch_and_predict(config, BuildStep(models, "fetching", target=target))
         if isinstance(prediction, Failure):
             return CompileOutcome(**about, engine=config.engine, result="failed", failure=prediction)
         fetched, predicted = prediction
@@ -222,8 +212,9 @@ class CompileAhead:
         predicted = heads if isinstance(heads, Failure) else self._predict(heads)
         if isinstance(heads, Failure) or isinstance(predicted, Failure):
             return None
-        wanted = predicted.wanted
-        complete = bool(wanted) and all(artifacts.complete or _is_pushed(heads, artifacts) for artifacts in wanted)
+        complete = bool(predicted.wanted) and all(
+            each.complete or each.prediction.where == "elsewhere" for each in predicted.wanted
+        )
         return (heads, predicted) if complete or not self._are_obtainable(config, predicted) else None
 
     def _are_obtainable(self, config: ReplicaConfig, predicted: Predicted) -> bool:
@@ -237,85 +228,47 @@ class CompileAhead:
             for artifacts in predicted.wanted
         )
 
-    def _fetch_and_predict(
-        self, config: ReplicaConfig, models: tuple[str, ...], target: str
-    ) -> tuple[ReplicaConfig, Predicted] | Failure:
-        fetched = self._fetch(config, models, target)
-        if isinstance(fetched, Failure):
-            return fetched
+    def _fetch_and_predict(self, config: ReplicaConfig, step: BuildStep) -> tuple[ReplicaConfig, Predicted] | Failure:
+        fetch, landed = ArtifactFetcher(self._store.open()), {}
+        try:
+            for keys, artifact in wanted_by(config).items():
+                landed[keys] = fetch(artifact, _FetchProgress(artifact.source, step, self._watch), self._stop)
+        except SourceError as error:
+            return Failure(error.id, error.what, error.hint)
+        fetched = with_folders(config, landed)
         predicted = self._predict(fetched)
         return predicted if isinstance(predicted, Failure) else (fetched, predicted)
 
-    def _fetch(self, config: ReplicaConfig, models: tuple[str, ...], target: str) -> ReplicaConfig | Failure:
-        artifacts = wanted_by(config)
-        if not artifacts:
-            return config
-        fetch, landed = ArtifactFetcher(self._store.open()), {}
-        step = BuildStep(models, "fetching", target=target)
-        try:
-            for keys, artifact in artifacts.items():
-                progress = _FetchProgress(artifact.source, step, self._watch)
-                landed[keys] = fetch(artifact, progress, self._stop)
-        except SourceError as error:
-            return Failure(error.id, error.what, error.hint)
-        return with_folders(config, landed)
-
     def _predict(self, config: ReplicaConfig) -> Predicted | Failure:
-        began = time.monotonic()
-        for message in prefetch.answers("predict", config, self._stop, PREDICT_S):
-            if isinstance(message, Predicted):
-                return message
-            if isinstance(message, BuildTrouble):
-                return message.failure
-        if time.monotonic() - began < PREDICT_S:
-            return _died("predicted the artifacts of", config)
-        fact = (
-            f"{config.python or 'this interpreter'} did not predict the artifacts of {config.model} "
-            f"within {PREDICT_S:.0f} s"
-        )
-        return Failure("cache-not-verified", fact, f"see the log {config.log}")
+        order = Order(config=config, ahead=True)
+        result: Predicted | Failure = preparation.run_process("predict", order, self._stop, PREDICT_S)
+        return result
 
-    def _work(self, job: Job, ended: queue.SimpleQueue[tuple[Job, CompileOutcome]]) -> None:
+    def _work(self, job: Job, ended: queue.SimpleQueue[tuple[Job, Job | CompileOutcome | None]]) -> None:
         """Runs one job; always puts an outcome into the queue."""
-        outcome = _failed(job, _died("compiled", job.config))
+        fact = f"the thread that compiled {job.config.model} failed"
+        outcome: CompileOutcome | None = _failed(job, Failure("compile-failed", fact, f"see the log {job.config.log}"))
         try:
             outcome = self._build(job)
         finally:
             ended.put((job, outcome))
 
-    def _build(self, job: Job) -> CompileOutcome:
-        config = job.config
-        failure = _died("compiled", config)
-        built: Built | None = None
+    def _build(self, job: Job) -> CompileOutcome | None:
+        """Returns the outcome; None: artifacts that were complete are gone, and the weights are not on this host."""
+        order = Order(config=job.config, push=self._push, make=job.unfetched is None)
+
+        def tell(working: Working) -> None:
+            self._watch(BuildStep(job.models, working.phase, working.done, working.total, job.target))
+
         try:
-            for message in prefetch.answers("compile", config, self._stop, push=self._push, make=job.unfetched is None):
-                if isinstance(message, Working):
-                    self._watch(BuildStep(job.models, message.phase, message.done, message.total, job.target))
-                elif isinstance(message, Built):
-                    built = message
-                elif isinstance(message, BuildTrouble):
-                    failure = message.failure
+            result = preparation.run_process("compile", order, self._stop, tell=tell)
         except Stopped:
-            failure = Failure(
-                "compile-stopped", f"compiling {config.model} was stopped", "run the command again to compile it"
-            )
-        if built is not None:
-            self._watch(BuildStep(job.models, "done", target=job.target))
-            return _outcome(job, built)
-        if job.unfetched is None or failure.id != GONE:  # else it is retried
-            self._watch(BuildStep(job.models, "failed", target=job.target))
-        return _failed(job, failure)
-
-
-def _is_pushed(config: ReplicaConfig, artifacts: Wanted) -> bool:
-    """Returns whether the ``neff_cache`` has the complete set; an unreachable cache counts as empty."""
-    if config.neff_cache is None or config.compiled is None or not artifacts.key:
-        return False
-    try:
-        entries = list(compiled_elsewhere(artifacts.manifest, Path(config.compiled), config.neff_cache))
-    except SourceError:
-        return False
-    return any(entry.manifest == artifacts.manifest and not entry.missing for entry in entries)
+            fact = f"compiling {job.config.model} was stopped"
+            result = Failure("compile-stopped", fact, "run the command again to compile it")
+        if isinstance(result, Built) and result.missing:
+            return None
+        self._watch(BuildStep(job.models, "done" if isinstance(result, Built) else "failed", target=job.target))
+        return _outcome(job, result) if isinstance(result, Built) else _failed(job, result)
 
 
 def _failure_fields(failure: Failure | None) -> dict[str, str] | None:
@@ -343,11 +296,6 @@ def _outcome(job: Job, built: Built) -> CompileOutcome:
         unsent=built.unsent[0] if built.unsent else None,
         warnings=tuple(dict.fromkeys(built.warnings)),
     )
-
-
-def _died(doing: str, config: ReplicaConfig) -> Failure:
-    fact = f"the process that {doing} {config.model} ended without a result"
-    return Failure("compile-failed", fact, f"see the log {config.log}")
 
 
 class _FetchProgress(Progress):

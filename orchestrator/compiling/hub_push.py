@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from orchestrator.process.failure import Failed
 from workers.artifacts.sources.hub import silence_loggers
+from workers.compiled.host_sets import MANIFEST
+from workers.compiled.shared_sets import FOLDER
 from workers.host import file_lock
 from workers.host.neuron_faults import error_chain
-from workers.neff_cache.compiled_artifacts import MANIFEST
-from workers.neff_cache.shared_artifacts import FOLDER
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi

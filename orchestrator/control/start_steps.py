@@ -15,8 +15,8 @@ from orchestrator.control.record_writer import Level
 from orchestrator.control.resolve.engine_resolution import resolve_engine
 from workers.artifacts.fetch.artifact_fetcher import FetchedArtifact, early_start_config, wanted_by, with_folders
 from workers.artifacts.fetch.progress import FetchStatus, size_text
-from workers.compiling.build import NEEDS_DEVICE
-from workers.compiling.prefetch import compiles
+from workers.compiled.host_sets import compiles
+from workers.compiled.orders import NEEDS_DEVICE
 from workers.messages.engine_protocol import LOADS_ARRIVING
 from workers.messages.replica_config import Keys, ReplicaConfig
 from workers.messages.status import Failure

@@ -23,10 +23,10 @@ from orchestrator.scaling.demand_report import DemandReport, DemandWindow
 from tests.docs.pages import CLI, ROOT, SOURCES, blocks, example, rows, section, shape, words
 from tests.orchestrator.fakefleet import PLAN
 from tests.orchestrator.fakes import FakeCluster, Played, virtually
+from workers.compiled.graph_sync import keep_of
+from workers.compiled.host_sets import entry
 from workers.host.core_claims import CoreClaim
 from workers.host.start_phases import PHASES
-from workers.neff_cache.candidates import keep_of
-from workers.neff_cache.compiled_artifacts import entry
 
 
 def shown_status() -> Any:

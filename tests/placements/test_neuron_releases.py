@@ -11,15 +11,7 @@ import pytest
 
 from placements.engines.registry import CHOICES, ENGINES, Engine, sdks_with
 from placements.engines.vllm.capabilities import RELEASES
-from placements.facts.neuron_releases import (
-    ENVIRONMENTS,
-    SDKS,
-    environments_on,
-    next_series,
-    number,
-    sdk_named,
-    sdk_of,
-)
+from placements.facts.neuron_releases import ENVIRONMENTS, SDKS, environments_on, next_series, number, sdk_named, sdk_of
 from placements.facts.versions import series
 
 VERSION = r"\d+(\.\d+)+"

@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from workers.compiled.compile_session import CompileSession
+from workers.compiled.host_sets import LockedEntry, compiling
 from workers.engines.engine_setup import LoadableEngine
 from workers.host.json_process import ChildRequest, encoded, read_request
 from workers.messages.engine_protocol import DeviceSampling, EngineLoadError, EngineSpec
-from workers.neff_cache.compile_session import CompileSession
-from workers.neff_cache.compiled_artifacts import LockedEntry, compiling
 
 
 class CompiledEngine(LoadableEngine[EngineSpec]):

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from workers.artifacts.store.manifest import OURS
-from workers.neff_cache import file_states, neuron_target
+from workers.compiled import file_states, neuron_target
 
 log = logging.getLogger(__name__)
 

@@ -12,10 +12,10 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import Any, cast
 
+from workers.compiled.host_sets import Buildable
 from workers.messages.encoder_protocol import EncodeEngine
 from workers.messages.engine_protocol import EngineLoadError, GenerateEngine
 from workers.messages.replica_config import ReplicaConfig
-from workers.neff_cache.compiled_artifacts import Buildable
 
 GENERATING: Mapping[str, str] = MappingProxyType(
     {

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol, cast
 
+from workers.compiled.host_sets import Buildable
 from workers.engines.engine_setup import check_vocabularies
 from workers.messages.engine_protocol import EngineLoadError, EngineSpec, GenerateEngine, PrefixEngine, VerifyingEngine
-from workers.neff_cache.compiled_artifacts import Buildable
 
 
 class SpeculativeEngine:

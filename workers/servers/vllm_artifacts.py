@@ -27,16 +27,17 @@ from typing import Any
 
 from placements.engines.vllm.capabilities import Plugin
 from workers.artifacts.sources.listing import SourceError
+from workers.compiled import shared_sets
+from workers.compiled.compile_session import CompileSession
+from workers.compiled.file_states import Part, parts
+from workers.compiled.host_sets import SPENT, LockedEntry, entry
+from workers.compiled.neuron_cache import URL
+from workers.compiled.neuron_target import LNC, OVERRIDE
+from workers.compiled.shared_sets import pull_or_log
 from workers.engines.manifest_parts import checkpoint_digests, neuron_build
 from workers.host import foreign_files, host_facts
 from workers.messages.engine_protocol import EngineLoadError
 from workers.messages.replica_config import ReplicaConfig
-from workers.neff_cache import shared_artifacts
-from workers.neff_cache.compile_session import CompileSession
-from workers.neff_cache.compiled_artifacts import SPENT, LockedEntry, entry
-from workers.neff_cache.file_states import Part, parts
-from workers.neff_cache.neuron_target import LNC, OVERRIDE
-from workers.neff_cache.sync import URL, log_unavailable
 
 log = logging.getLogger(__name__)
 
@@ -169,7 +170,7 @@ def prepared(config: ReplicaConfig, plugin: Plugin, wanted: Needs, scratch: Path
         return
     compiled = False
     with entry(Path(config.compiled), wanted.manifest) as held:
-        if held.complete or _is_pulled(config, held):  # 1, 2
+        if held.complete or pull_or_log(held, config.neff_cache):  # 1, 2
             with _hinted(config, held.path):
                 yield PreparedServer(
                     _variables(plugin, held.path, scratch) | (NO_COMPILE if plugin == "neuron" else {})
@@ -223,14 +224,6 @@ def _made(plugin: Plugin, folder: Path) -> dict[str, Part]:
     return parts(folder, frozenset(others))
 
 
-def _is_pulled(config: ReplicaConfig, held: LockedEntry) -> bool:
-    try:
-        return config.neff_cache is not None and shared_artifacts.pull(held, config.neff_cache)
-    except SourceError as error:
-        log_unavailable(config.neff_cache or "", error)
-        return False
-
-
 @contextlib.contextmanager
 def _hinted(config: ReplicaConfig, folder: Path) -> Iterator[None]:
     """Names the artifacts in the error of a start that has logged a missing graph."""
@@ -249,6 +242,6 @@ def _send(config: ReplicaConfig, manifest: Mapping[str, Any]) -> None:
     with entry(Path(config.compiled), manifest) as held:
         try:
             if held.complete:
-                shared_artifacts.push(held, config.neff_cache)
+                shared_sets.push(held, config.neff_cache)
         except SourceError as error:
             log.warning("cannot push compiled artifacts to %s: %s", config.neff_cache, error)

@@ -16,12 +16,12 @@ import msgspec
 
 from placements.engines.nxd_inference.capabilities import NXD_QUANTIZED_DTYPES
 from placements.engines.vllm.capabilities import BLOCK_SIZE, LORA_SINCE, Plugin, Version, blocks, plugin_of, version_of
+from workers.compiled.host_sets import Buildable, LockedEntry, Tell
 from workers.engines.checkpoint_files import check_length, eos_token_ids, positions_of, read_config, text_settings
 from workers.engines.engine_setup import TORCH_DTYPES, dtype_on, source_of
 from workers.host.interpreter import probe
 from workers.messages.engine_protocol import EngineLoadError, EngineSpec
 from workers.messages.replica_config import ReplicaConfig
-from workers.neff_cache.compiled_artifacts import Buildable, LockedEntry, Tell
 from workers.servers import vllm_artifacts
 from workers.servers.adapters import (
     EMPTY,

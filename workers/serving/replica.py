@@ -26,6 +26,7 @@ import workers
 from placements.engines.registry import SERVER_ENGINES, capabilities
 from workers.artifacts.fetch.arrival import read_ahead
 from workers.artifacts.store.artifact_uses import using
+from workers.compiled import host_sets
 from workers.host import fork_server, host_facts, private_file
 from workers.host.core_claims import CoreClaim
 from workers.host.lifetime import since_boot
@@ -37,7 +38,6 @@ from workers.messages.replica_config import NEVER_SET, ReplicaConfig
 from workers.messages.requests import FinishReason, GenerateRequest, TokenEvent
 from workers.messages.status import Failure, Phase, ReplicaStatus
 from workers.messages.wire import Welcome
-from workers.neff_cache import compiled_artifacts
 from workers.serving.backend import Backend, failure_of, local_contents, open_backend
 from workers.serving.dataplane import DataPlane
 from workers.serving.replica_metrics import REFRESH_S, TAGS, Metric, Sink, StepMetrics
@@ -148,7 +148,7 @@ class Replica:
         return None
 
     def _reading(self) -> ReplicaStatus:
-        age_s, compile_s = time.monotonic() - self._began, compiled_artifacts.SPENT.seconds
+        age_s, compile_s = time.monotonic() - self._began, host_sets.SPENT.seconds
         status = msgspec.structs.replace(self._status, age_s=age_s, compile_s=compile_s)
         if status.phase is Phase.LOADING:
             status = msgspec.structs.replace(status, load_phases=self._phases())

@@ -23,11 +23,11 @@ from placements.planner.plan import plan
 from placements.spec.problems import Problem
 from placements.spec.schema import ModelSpec, Replicas
 from workers.artifacts.fetch.artifact_fetcher import FetchedArtifact, wanted_by, with_folders
+from workers.compiled import neuron_target
 from workers.host import host_facts as this_host
 from workers.host.interpreter import Interpreter, Interpreters
 from workers.messages.replica_config import ReplicaConfig
 from workers.messages.status import Failure
-from workers.neff_cache import neuron_target
 
 
 class ThisMachine:

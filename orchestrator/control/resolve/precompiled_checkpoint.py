@@ -10,9 +10,9 @@ from placements.engines.registry import capabilities
 from placements.facts.topology import TOPOLOGIES
 from placements.spec.problems import Problem
 from placements.spec.schema import ModelSpec, Spec
+from workers.compiled.neuron_target import TARGETS
 from workers.messages.engine_protocol import EngineLoadError
 from workers.messages.replica_config import DRAFT, ReplicaConfig
-from workers.neff_cache.neuron_target import TARGETS
 
 _NEEDED = frozenset(
     {"allow_pickle", "buckets", "draft", "dtype", "engine", "engine_options", "fuse_qkv", "max_batch", "max_len"}

@@ -17,7 +17,6 @@ import msgspec
 import pytest
 
 from orchestrator.cli import main as cli
-from orchestrator.compiling import compile_ahead as compileahead
 from orchestrator.control.resolve import offline_configs
 from tests.checkpoints import make_checkpoint
 from tests.doubles.machine import make_interpreter
@@ -27,13 +26,13 @@ from tests.workers.neffs import COMPILER, finished, graph
 from tests.workers.tnx_runs import config as tnx
 from workers.artifacts.store.artifact_uses import using
 from workers.artifacts.store.store import Store, StoreSettings
+from workers.compiled import neuron_cache, neuron_target, preparation, shared_sets
+from workers.compiled.host_sets import MANIFEST, entry
+from workers.compiled.neuron_cache import read_entries
+from workers.compiled.prediction import LATER, Prediction
+from workers.compiled.storage import storage_at
 from workers.host.neuron_faults import fault_of
 from workers.messages.replica_config import ReplicaConfig
-from workers.neff_cache import compiler_cache, neuron_target, shared_artifacts
-from workers.neff_cache.compiled_artifacts import MANIFEST, entry
-from workers.neff_cache.entries import read_entries
-from workers.neff_cache.predict import LATER, Prediction
-from workers.neff_cache.sync import place_at
 
 ECHO = "hosts: {emulate: inf2.xlarge}\nmodels: {parrot: {engine: echo}}\n"
 TNX = """\
@@ -55,8 +54,8 @@ NEWER = "2.17.194.0+d312836f"
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """This host's, with a NEFF cache of its own."""
-    monkeypatch.setattr(compiler_cache, "compilers", list)
-    monkeypatch.setattr(compiler_cache, "SETTLE_S", 0.0)
+    monkeypatch.setattr(neuron_cache, "compilers", list)
+    monkeypatch.setattr(neuron_cache, "SETTLE_S", 0.0)
     monkeypatch.setenv("COREWRIGHT_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", str(tmp_path / "neffs"))
     monkeypatch.delenv("NEURON_CC_FLAGS", raising=False)
@@ -138,9 +137,9 @@ def test_ls_shows_pushed_artifacts(
     names = [compiled(home, lnc=lnc).name for lnc in range(2)]
     for manifest in manifests:
         with entry(home / "compiled", manifest) as held:
-            shared_artifacts.push(held, place)
-    there = place_at(place)
-    there.put_bytes(f"{shared_artifacts.FOLDER}/dead/a.neff", b"NEFF")
+            shared_sets.push(held, place)
+    there = storage_at(place)
+    there.put_bytes(f"{shared_sets.FOLDER}/dead/a.neff", b"NEFF")
     spec = tmp_path / "spec.yaml"
     fields = f"source: /models/chat, engine: cpu, neff_cache: {place}"
     spec.write_text(f"hosts: {{emulate: inf2.xlarge}}\nmodels: {{chat: {{{fields}}}}}\n")
@@ -347,14 +346,14 @@ def compile_ahead(spec: Path, home: Path) -> None:
     from orchestrator.control.resolve.offline_configs import configs
     from orchestrator.control.resolve.spec_file import load
     from orchestrator.process.home import Home
-    from workers.compiling.build import Order
+    from workers.compiled.orders import Order
     from workers.messages.replica_config import ReplicaConfig
 
     (replica_config,) = configs(load(str(spec)), Home(home), heads=True)
     config = replica_config.config
     assert isinstance(config, ReplicaConfig)
     done = subprocess.run(
-        [config.python or sys.executable, "-m", "workers.compiling.build", "compile"],
+        [config.python or sys.executable, "-m", "workers.serving.prepare", "compile"],
         input=msgspec.json.encode(Order(config=config)),
         capture_output=True,
         timeout=120,
@@ -441,14 +440,14 @@ def test_the_weights_of_compiled_models_are_not_fetched(
     assert compiled("home") == ("compiled", size)
     assert compiled("another") == ("pulled", 0)
     assert compiled("another") == ("there", 0)
-    foretold = compileahead._is_pushed
+    run_process = preparation.run_process
 
-    def is_pushed(*arguments: Any) -> bool:
-        prediction = foretold(*arguments)
-        shutil.rmtree(tmp_path / "shared")
-        return prediction
+    def lost(command: Any, *arguments: Any, **options: Any) -> Any:
+        if command == "compile":
+            shutil.rmtree(tmp_path / "shared", ignore_errors=True)
+        return run_process(command, *arguments, **options)
 
-    monkeypatch.setattr(compileahead, "_is_pushed", is_pushed)
+    monkeypatch.setattr(preparation, "run_process", lost)
     assert compiled("third") == ("compiled", size)
 
 

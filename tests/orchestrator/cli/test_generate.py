@@ -18,7 +18,7 @@ from orchestrator.cli import main as cli
 from tests.checkpoints import CHAT_TEMPLATE, make_checkpoint, save_tokenizer
 from tests.doubles.machine import Machine, build_machine
 from tests.readable import is_readable
-from workers.compiling import prefetch
+from workers.compiled import preparation
 from workers.engines.cpu.engine import CpuEngine
 from workers.engines.echo import EchoEngine
 from workers.host.core_claims import CoreClaim, held_cores
@@ -151,8 +151,9 @@ def test_a_failed_compilation_fails_the_command(
         "hosts: {emulate: inf2.24xlarge}\n"
         "models: {real: {engine: cpu, source: ./model, max_len: 16, engine_options: {compile: true}}}\n"
     )
-    monkeypatch.setattr(prefetch, "foresee", lambda _: prefetch.Foreseen(missing=["model: nothing was compiled"]))
-    monkeypatch.setattr(prefetch, "build", lambda *_: Failure("compiler-killed", "no memory", "take a larger host"))
+    foreseen = preparation.Foreseen(missing=["model: nothing was compiled"])
+    monkeypatch.setattr(preparation, "foresee", lambda *_: foreseen)
+    monkeypatch.setattr(preparation, "build", lambda *_: Failure("compiler-killed", "no memory", "take a larger host"))
 
     code = cli.run(["generate", spec, "real", "--prompt", "Hi"])
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -23,16 +25,17 @@ from orchestrator.process.failure import Failed
 from orchestrator.process.home import Home
 from tests.checkpoints import make_checkpoint
 from tests.s3 import S3Server
+from tests.workers.played_process import process_of
 from tests.workers.tnx_runs import config
 from workers.artifacts.sources.listing import Stopped
 from workers.artifacts.store.store import StoreSettings
-from workers.compiling import prefetch
-from workers.compiling.build import BuildTrouble, Built, Predicted, Reply, Wanted, Working
-from workers.compiling.memory_gate import startable
+from workers.compiled import neuron_target, preparation
+from workers.compiled.memory_gate import startable
+from workers.compiled.orders import BuildTrouble, Built, Order, Predicted, Reply, Wanted, Working
 from workers.host import host_facts as this_host
+from workers.host import json_process
 from workers.messages.replica_config import ReplicaConfig
 from workers.messages.status import Failure
-from workers.neff_cache import neuron_target
 
 DEADLINE_S = 60.0
 
@@ -103,13 +106,11 @@ class Played:
     def __call__(
         self,
         command: str,
-        replica_config: ReplicaConfig,
+        order: Order,
         stop: threading.Event,
         limit_s: float | None = None,
-        *,
-        push: bool = False,
-        make: bool = True,
     ) -> Iterator[Reply]:
+        replica_config = order.config
         target = replica_config.env.get(neuron_target.OVERRIDE, "")
         key = f"key-of-{Path(replica_config.source or '').name}-{replica_config.dtype}{target}"
         wanted = Wanted(
@@ -123,7 +124,7 @@ class Played:
         if command == "predict":
             yield Predicted(engine=replica_config.engine, wanted=[wanted])
             return
-        yield from self._compile(replica_config, key, wanted, push)
+        yield from self._compile(replica_config, key, wanted, order.push)
 
     def _compile(self, replica_config: ReplicaConfig, key: str, wanted: Wanted, push: bool) -> Iterator[Reply]:
         with self._lock:
@@ -151,7 +152,7 @@ class Played:
 @pytest.fixture
 def played(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Played:
     compiler = Played()
-    monkeypatch.setattr(prefetch, "answers", compiler)
+    monkeypatch.setattr(preparation, "run_process", process_of(compiler))
     monkeypatch.setenv("COREWRIGHT_HOME", str(tmp_path / "home"))
     return compiler
 
@@ -257,7 +258,7 @@ def test_a_complete_set_uses_no_memory_budget(played: Played, spec: Callable[[di
     played.complete = {"x"}
     home = Home.from_environment()
     file = load(spec({"x": "source: ./a", "z": "source: ./b"}))
-    jobs = compile_ahead.CompileAhead(file, home, StoreSettings(root=str(home.store)), lambda _: None).prepare().jobs
+    jobs = compile_ahead.CompileAhead(file, home, StoreSettings(root=str(home.store)), lambda _: None).prepare()[0]
     assert [(job.models, job.need_gib > 0) for job in jobs] == [(("x",), False), (("z",), True)]
 
 
@@ -268,14 +269,15 @@ def test_an_interpreter_that_times_out_is_reported_as_such(
     tmp_path: Path,
 ) -> None:
     """It did not end by itself."""
-    monkeypatch.setattr(prefetch, "answers", lambda *_, **__: iter(()))
+    silent = contextlib.nullcontext(SimpleNamespace(stdout=(), wait=lambda: None))
+    monkeypatch.setattr(json_process, "running", lambda *_, **__: silent)
     monkeypatch.setenv("COREWRIGHT_HOME", str(tmp_path / "home"))
     path = spec({"x": "source: ./a"})
     assert "x: the process that predicted the artifacts of x ended" in compiled(capsys, path)[2]
     monkeypatch.setattr(compile_ahead, "PREDICT_S", 0.0)
     code, report, said = compiled(capsys, path)
     assert (code, report["models"][0]["failure"]["id"]) == (1, "cache-not-verified")
-    assert "did not predict the artifacts of x within 0 s" in said
+    assert "the process that predicted the artifacts of x had no result within 0 s" in said
 
 
 def test_a_model_without_replicas_is_planned_by_all_commands(
@@ -475,19 +477,17 @@ def test_ctrl_c_ends_the_compilers(
     """Every process is stopped before the command exits."""
     began, ended = threading.Event(), []
 
-    def answers(
-        command: str, replica_config: ReplicaConfig, stop: threading.Event, *_: Any, **__: Any
-    ) -> Iterator[Reply]:
+    def answers(command: str, order: Order, stop: threading.Event, *_: Any, **__: Any) -> Iterator[Reply]:
         if command == "predict":
             wanted = Wanted(role="model", source="", manifest={}, folder="/k", complete=False, ahead=True)
             yield Predicted(engine="cpu", wanted=[wanted])
             return
         began.set()
         assert stop.wait(DEADLINE_S)
-        ended.append(replica_config.model)
+        ended.append(order.config.model)
         raise Stopped("x")
 
-    monkeypatch.setattr(prefetch, "answers", answers)
+    monkeypatch.setattr(preparation, "run_process", process_of(answers))
     monkeypatch.setenv("COREWRIGHT_HOME", str(tmp_path / "home"))
     home = Home.from_environment()
     flow = compile_ahead.CompileAhead(
@@ -498,7 +498,7 @@ def test_ctrl_c_ends_the_compilers(
         if step.phase == "queued":
             raise KeyboardInterrupt
 
-    jobs = flow.prepare().jobs
+    jobs = flow.prepare()[0]
     running = flow.run([*jobs, dataclasses.replace(jobs[0], models=("another",))], memory_gib=0.1, most=2)
     monkeypatch.setattr(flow, "_watch", leave)
     with pytest.raises(KeyboardInterrupt):

@@ -14,8 +14,8 @@ import pytest
 
 from orchestrator.compiling.hub_push import push_to_hub
 from orchestrator.process.failure import Failed
-from workers.neff_cache.compiled_artifacts import MANIFEST, entry
-from workers.neff_cache.pruning import Removed, prune_compiled
+from workers.compiled.host_sets import MANIFEST, entry
+from workers.compiled.pruning import Removed, prune_compiled
 
 TOKEN = "hf_marked-secret"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
+import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,18 +29,19 @@ from tests.placements.fleets import model, places, planned
 from tests.placements.fleets import spec as spec_of
 from tests.workers.fake_remote import FakeRemote
 from tests.workers.neffs import graph
+from tests.workers.played_process import process_of
 from tests.workers.tnx_runs import config
 from workers.artifacts.store.store import Store
-from workers.compiling import prefetch, warming
-from workers.compiling.build import BuildTrouble, Built, Predicted, Reply, Wanted
-from workers.compiling.memory_gate import startable
-from workers.compiling.prefetch import Verdict
-from workers.compiling.warming import Warmed
+from workers.compiled import neuron_cache, preparation, shared_sets
+from workers.compiled.host_sets import Buildable, always, entry
+from workers.compiled.memory_gate import startable
+from workers.compiled.orders import BuildTrouble, Built, Order, Predicted, Reply, Wanted
+from workers.compiled.places import find
+from workers.compiled.prediction import Prediction
+from workers.compiled.preparation import Warmed
 from workers.messages.replica_config import ReplicaConfig
 from workers.messages.status import Failure, Phase, Reaction
-from workers.neff_cache import compiler_cache, shared_artifacts
-from workers.neff_cache.compiled_artifacts import entry, peek
-from workers.neff_cache.predict import Prediction
+from workers.serving import prepare
 
 ONE, TWO = "s3://models/one", "s3://models/two"
 
@@ -238,19 +239,18 @@ class Looked:
 
     def foreseen(self, monkeypatch: pytest.MonkeyPatch, ahead_too: bool) -> list[str]:
         """What is missing; ``ahead_too``: it can be compiled without a device."""
-        entry = peek(self.home, MANIFEST)
-        wanted = Wanted(
-            role="model",
-            source="/models/m",
-            manifest=dict(MANIFEST),
-            folder=str(entry.path),
-            complete=entry.complete,
-            ahead=ahead_too,
-        )
-        predicted = Predicted(engine="transformers-neuronx", wanted=[wanted])
-        monkeypatch.setattr(prefetch, "answers", lambda *_, **__: iter([predicted]))
+        make = (lambda held, tell: None) if ahead_too else None
+        unit = Buildable(source=Path("/models/m"), manifest=MANIFEST, make=make)
+        monkeypatch.setattr(prepare, "buildables_of", lambda config, read: [unit])
+
+        def answers(_: str, order: Order, *__: Any) -> Iterator[Reply]:
+            prepare.run("predict", order, replies.append)
+            yield from replies
+
+        replies: list[Reply] = []
+        monkeypatch.setattr(preparation, "run_process", process_of(answers))
         replica = config(Path("/models/m"), compiled=str(self.home), neff_cache=str(self.there))
-        return prefetch.foresee(replica).missing
+        return preparation.foresee(replica, threading.Event()).missing
 
 
 MANIFEST = {"engine": "transformers-neuronx", "model": "digest", "versions": {}}
@@ -269,10 +269,10 @@ def test_remote_artifacts_are_fetched_before_a_start(looked: Looked, monkeypatch
     with entry(looked.home.parent / "another host", MANIFEST) as made:
         (made.path / "a.neff").write_text("NEFF")
         made.finish()
-    shared_artifacts.push(made, str(looked.there))
+    shared_sets.push(made, str(looked.there))
     assert looked.foreseen(monkeypatch, True) == ["model: its neff_cache has artifacts compiled by another host"]
     with entry(looked.home, MANIFEST) as held:
-        assert shared_artifacts.pull(held, str(looked.there))
+        assert shared_sets.pull(held, str(looked.there))
     assert looked.foreseen(monkeypatch, True) == []
 
 
@@ -317,16 +317,16 @@ def test_graphs_that_only_a_start_compiles_are_not_a_failure(
     """`compile` finds those that are here, also if only digests of the weights show it, and exits with 0."""
     commands: list[str] = []
 
-    def answers(command: str, config: ReplicaConfig, *_: Any, **__: Any) -> Iterator[Reply]:
+    def answers(command: str, order: Order, *_: Any, **__: Any) -> Iterator[Reply]:
         commands.append(command)
         if command == "predict":
             fields = {"role": "model", "source": "/m", "manifest": MANIFEST, "complete": False, "ahead": False}
-            yield Predicted(engine=config.engine, wanted=[Wanted(**{**fields, **wanted})])
+            yield Predicted(engine=order.config.engine, wanted=[Wanted(**{**fields, **wanted})])
         else:
             assert built is not None
             yield built
 
-    monkeypatch.setattr(prefetch, "answers", answers)
+    monkeypatch.setattr(preparation, "run_process", process_of(answers))
     monkeypatch.setenv("COREWRIGHT_HOME", str(tmp_path / "home"))
     (tmp_path / "home" / "compiled").mkdir(parents=True)
     (tmp_path / "m").mkdir()
@@ -379,8 +379,8 @@ ECHOES = "hosts: {emulate: inf2.xlarge}\nmodels: {a: {engine: echo}, b: {engine:
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
     """Runs a command of `cache` and returns its exit code and its JSON."""
-    monkeypatch.setattr(compiler_cache, "compilers", list)
-    monkeypatch.setattr(compiler_cache, "SETTLE_S", 0.0)
+    monkeypatch.setattr(neuron_cache, "compilers", list)
+    monkeypatch.setattr(neuron_cache, "SETTLE_S", 0.0)
     monkeypatch.setenv("COREWRIGHT_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", str(tmp_path / "neffs"))
     monkeypatch.delenv("NEURON_CC_FLAGS", raising=False)
@@ -404,9 +404,11 @@ def test_verify_fails_if_a_model_would_compile_at_its_start(
     """For any of the models; weights are read only with `--read`."""
     read: list[bool] = []
 
-    def verdicts(config: ReplicaConfig, **options: Any) -> list[Verdict]:
+    def verdicts(config: ReplicaConfig, **options: Any) -> list[Wanted]:
         read.append(options["read"])
-        return [Verdict("model", "", Prediction(outcomes["ab".index(config.model)], "nothing", "why"))]
+        prediction = Prediction(outcomes["ab".index(config.model)], "nothing", "why")
+        nothing = Wanted(role="model", source="", manifest={}, folder="", complete=False, ahead=False)
+        return [msgspec.structs.replace(nothing, prediction=prediction)]
 
     monkeypatch.setattr(cache_commands, "verify", verdicts)
     status, answer = cache("verify", str(tmp_path / "spec.yaml"))
@@ -420,7 +422,9 @@ def test_warm_fails_if_a_set_could_not_be_fetched(
     tmp_path: Path, cache: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, problem: str, code: int
 ) -> None:
     """It reports the fetched sets, and why the others are missing."""
-    monkeypatch.setattr(warming, "warm", lambda job, *_: Warmed(bytes=7, problem=problem if job.model == "a" else ""))
+    monkeypatch.setattr(
+        preparation, "warm", lambda job, *_: Warmed(bytes=7, problem=problem if job.model == "a" else "")
+    )
     status, answer = cache("warm", str(tmp_path / "spec.yaml"))
     assert (status, [model["problem"] for model in answer["models"]]) == (code, [problem, ""])
 
@@ -457,7 +461,8 @@ def test_concurrent_compilations_are_limited(tmp_path: Path, monkeypatch: pytest
         at_once.append(len(running) + len(begun))
         return begun
 
-    def answers(command: str, config: ReplicaConfig, *_: Any, **__: Any) -> Iterator[Reply]:
+    def answers(command: str, order: Order, *_: Any, **__: Any) -> Iterator[Reply]:
+        config = order.config
         wanted = Wanted(
             role="model", source="/m", manifest=MANIFEST, folder=f"/{config.model}", complete=False, ahead=True
         )
@@ -466,7 +471,7 @@ def test_concurrent_compilations_are_limited(tmp_path: Path, monkeypatch: pytest
         )
 
     monkeypatch.setattr("orchestrator.compiling.compile_ahead.startable", spied)
-    monkeypatch.setattr(prefetch, "answers", answers)
+    monkeypatch.setattr(preparation, "run_process", process_of(answers))
     monkeypatch.setenv("COREWRIGHT_HOME", str(tmp_path / "home"))
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "config.json").write_text(json.dumps(LLAMA))
@@ -482,16 +487,11 @@ def test_an_entry_that_the_engine_rejects_is_not_a_hit(looked: Looked) -> None:
     """An entry may match its record and still have no NEFF."""
     with entry(looked.home, MANIFEST) as made:
         made.finish()
-    wanted = Wanted(
-        role="model", source="/models/m", manifest=MANIFEST, folder=str(made.path), complete=False, ahead=True
-    )
-    replica = config(Path("/models/m"), compiled=str(looked.home))
-    outcomes = [
-        prefetch.verdicts(replica, Predicted(engine="transformers-neuronx", wanted=[artifact]), os.environ)[
-            0
-        ].prediction.outcome
-        for artifact in (wanted, msgspec.structs.replace(wanted, complete=True))
-    ]
+    outcomes = []
+    for is_whole in (False, True):
+        check = {True: always, False: lambda _: False}[is_whole]
+        unit = Buildable(source=Path("/models/m"), manifest=MANIFEST, is_whole=check)
+        outcomes.append(find(unit, config(Path("/models/m"), compiled=str(looked.home))).outcome)
     assert outcomes == ["compile", "hit"]
 
 

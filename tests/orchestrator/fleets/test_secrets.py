@@ -37,7 +37,7 @@ from workers.artifacts.fetch.progress import Progress
 from workers.artifacts.fetch.retry_policy import RetryPolicy
 from workers.artifacts.sources.listing import SourceError
 from workers.artifacts.store.store import Store
-from workers.neff_cache.compiled_artifacts import MANIFEST
+from workers.compiled.host_sets import MANIFEST
 
 DEADLINE_S = 120.0
 NOBODY = f"http://{USER}:{PASSWORD}@127.0.0.1:9"  # nobody listens there

@@ -27,17 +27,20 @@ from workers.artifacts.sources.hub import HubRemote, is_offline
 from workers.artifacts.sources.listing import Listing, SourceError, Stopped
 from workers.artifacts.sources.s3 import WORK, Bucket
 from workers.artifacts.store.store import Store
-from workers.compiling import build, prefetch
-from workers.compiling.build import Built, Order, Reply
-from workers.neff_cache import compiled_artifacts, compiler_cache, pruning, shared_artifacts, sync
-from workers.neff_cache.candidates import beside, cached, compiled_here
-from workers.neff_cache.compile_session import CompileSession, GraphUses
-from workers.neff_cache.compiled_artifacts import Buildable, LockedEntry, entry
-from workers.neff_cache.entries import EntryState, read_entries, state_of
-from workers.neff_cache.file_states import part_of
-from workers.neff_cache.predict import ArtifactCandidate
-from workers.neff_cache.record import LOCK_FILE, Proof, name_of, place_of, record_of, write_record
-from workers.neff_cache.sync import localized, place_at, push
+from workers.compiled import graph_sync, host_sets, neuron_cache, pruning, shared_sets, storage
+from workers.compiled.compile_session import CompileSession
+from workers.compiled.file_states import part_of
+from workers.compiled.graph_records import GraphUses, Proof, record_file
+from workers.compiled.graph_sync import localized, push
+from workers.compiled.host_sets import Buildable, LockedEntry, entry
+from workers.compiled.manifest import LOCK_FILE, name_of, record_of, write_record
+from workers.compiled.neuron_cache import EntryState, read_entries, state_of
+from workers.compiled.orders import Built, Order, Reply
+from workers.compiled.places import CachedGraphs, HostSets, ShippedGraphs
+from workers.compiled.prediction import ArtifactCandidate
+from workers.compiled.preparation import build_key
+from workers.compiled.storage import FolderStorage, storage_at
+from workers.serving import prepare
 
 SPAN = 2**16
 SIZE = 8 * SPAN
@@ -308,8 +311,8 @@ def test_a_symlink_is_not_a_file_of_an_artifact(tmp_path: Path) -> None:
 
 @pytest.fixture(autouse=True)
 def nobody_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler_cache, "compilers", list)
-    monkeypatch.setattr(compiler_cache, "SETTLE_S", 0.0)
+    monkeypatch.setattr(neuron_cache, "compilers", list)
+    monkeypatch.setattr(neuron_cache, "SETTLE_S", 0.0)
 
 
 LOCK = "model.hlo_module.pb.lock"
@@ -327,14 +330,14 @@ def test_no_lock_is_stale_on_a_shared_file_system(
 ) -> None:
     """Compilers of other hosts are not visible."""
     graph(tmp_path, **{LOCK: ""})
-    monkeypatch.setattr(compiler_cache, "file_system", lambda path: kind)
+    monkeypatch.setattr(neuron_cache, "file_system", lambda path: kind)
     assert [entry.state for entry in read_entries(tmp_path)] == [state]
 
 
 def test_model_done_is_uploaded_last(s3_server: S3Server, s3_proxy: FaultProxy, tmp_path: Path) -> None:
     """Readers never see a partial entry as finished."""
     finished(tmp_path)
-    assert len(push(tmp_path, place_at(f"{s3_server.bucket()}/cache")).entries) == 1
+    assert len(push(tmp_path, storage_at(f"{s3_server.bucket()}/cache")).entries) == 1
     put = [seen.key.rpartition("/")[2] for seen in s3_proxy.seen(method="PUT")]
     (result,) = (f"corewright.{part_of(path).digest}" for path in tmp_path.rglob("model.neff"))
     assert (put[-1], sorted(put)) == (
@@ -413,7 +416,7 @@ def test_retry_in_s3_removes_only_failures(s3_server: S3Server, s3_proxy: FaultP
         return [file.name for file in Bucket.of(url).files()]
 
     def forgotten(*names: str, dry_run: bool = False) -> list[str]:
-        return [item.path for item in pruning.retry_in_bucket(url, names, dry_run)]
+        return [item.path for item in pruning.retry(url, names, dry_run)]
 
     assert forgotten(dry_run=True) == [f"{url}/{cache}_a+b", f"{url}/{cache}_c+d"]
     assert left() == sorted([*failed, *other, *good, *busy])
@@ -446,15 +449,15 @@ class Start:
     def found(self, **environment: str) -> ArtifactCandidate:
         """The only one in the cache, told of another environment than the visits'."""
         variables = {"NEURON_COMPILE_CACHE_URL": str(self.cache), **environment}
-        (copy,) = cached(MANIFEST, variables, self.root)
+        (copy,) = CachedGraphs(variables, self.root).candidates(MANIFEST)
         return copy
 
     def keep(self, *folders: Path, failed: tuple[str, ...] = ()) -> Path:
         """The record of what was compiled; its file."""
         graphs = {name_of_graph(folder): part_of(folder / "model.neff") for folder in folders}
         record = record_of(MANIFEST, graphs=graphs, failed=failed)
-        write_record(place_of(self.cache, record.name), record)
-        return place_of(self.cache, record.name)
+        write_record(record_file(self.cache, record.name), record)
+        return record_file(self.cache, record.name)
 
 
 def name_of_graph(folder: Path) -> str:
@@ -474,9 +477,10 @@ def test_neffs_beside_a_model_are_compared_with_their_record(tmp_path: Path) -> 
     (tmp_path / "a.neff").write_text("NEFF")
     record = record_of(MANIFEST, files={"a.neff": part_of(tmp_path / "a.neff")})
     write_record(tmp_path / LOCK_FILE, record)
-    before = beside(tmp_path).missing
+    (before,) = ShippedGraphs(tmp_path).candidates(MANIFEST)
     (tmp_path / "a.neff").write_text("NEfF")
-    assert (before, beside(tmp_path).missing) == ((), ("a.neff",))
+    (after,) = ShippedGraphs(tmp_path).candidates(MANIFEST)
+    assert (before.missing, after.missing) == ((), ("a.neff",))
 
 
 def test_a_changed_program_is_a_predicted_compile(tmp_path: Path) -> None:
@@ -484,9 +488,9 @@ def test_a_changed_program_is_a_predicted_compile(tmp_path: Path) -> None:
     with entry(tmp_path, MANIFEST) as made:
         (made.path / "a.neff").write_text("NEFF")
         made.finish()
-    (before,) = compiled_here(MANIFEST, tmp_path)
+    (before,) = HostSets(tmp_path).candidates(MANIFEST)
     (made.path / "a.neff").write_text("NEfF")
-    (after,) = compiled_here(MANIFEST, tmp_path)
+    (after,) = HostSets(tmp_path).candidates(MANIFEST)
     assert (before.missing, after.missing) == ((), ("a.neff",))
 
 
@@ -540,8 +544,8 @@ def test_a_failed_compile_is_recorded(start: Start) -> None:
 
 def test_nothing_is_pushed_to_a_read_only_cache(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled graphs stay in the local folder."""
-    is_writable = sync.is_writable
-    monkeypatch.setattr(sync, "is_writable", lambda folder: folder != start.cache and is_writable(folder))
+    is_writable = storage.is_writable
+    monkeypatch.setattr(graph_sync, "is_writable", lambda folder: folder != start.cache and is_writable(folder))
     visit = start.visit()
     with visit.compiling():
         local = Path(os.environ["NEURON_COMPILE_CACHE_URL"])
@@ -583,7 +587,7 @@ def test_the_graphs_of_saved_neffs_are_recorded_all_or_none(start: Start, tmp_pa
 
 def test_an_entry_that_another_process_finished_is_not_emptied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes found it missing; the second gets the lock after the first has finished."""
-    acquire, faster = compiled_artifacts._acquire, compiled_artifacts.peek(tmp_path, MANIFEST)
+    acquire, faster = host_sets._acquire, host_sets.peek(tmp_path, MANIFEST)
 
     def late(lock: int, path: Path, *, shared: bool) -> None:
         if not shared and not faster.complete:
@@ -592,7 +596,7 @@ def test_an_entry_that_another_process_finished_is_not_emptied(tmp_path: Path, m
             faster.finish()
         acquire(lock, path, shared=shared)
 
-    monkeypatch.setattr(compiled_artifacts, "_acquire", late)
+    monkeypatch.setattr(host_sets, "_acquire", late)
     with entry(tmp_path, MANIFEST) as held:
         assert held.complete
         assert (held.path / "a.neff").read_text() == "NEFF"
@@ -604,26 +608,26 @@ def test_an_entry_is_complete_only_with_its_own_manifest(tmp_path: Path, manifes
     with entry(tmp_path, MANIFEST) as made:
         made.finish()
     before = made.complete
-    (made.path / compiled_artifacts.MANIFEST).write_text(manifest)
+    (made.path / host_sets.MANIFEST).write_text(manifest)
     assert (before, made.complete) == (True, False)
 
 
 def test_the_manifest_of_an_entry_is_pushed_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After its record; without both it is an unfinished upload."""
     put: list[str] = []
-    real = sync.FolderPlace.put
+    real = FolderStorage.put
 
-    def spied(place: sync.FolderPlace, name: str, path: Path) -> None:
+    def spied(place: FolderStorage, name: str, path: Path) -> None:
         put.append(name.rpartition("/")[2])
         real(place, name, path)
 
-    monkeypatch.setattr(sync.FolderPlace, "put", spied)
+    monkeypatch.setattr(FolderStorage, "put", spied)
     with entry(tmp_path / "here", MANIFEST) as made:
         for name in ("a.neff", "z.neff"):
             (made.path / name).write_text("NEFF")
         made.finish()
-    shared_artifacts.push(made, str(tmp_path / "there"))
-    assert put == ["a.neff", "z.neff", LOCK_FILE, compiled_artifacts.MANIFEST]
+    shared_sets.push(made, str(tmp_path / "there"))
+    assert put == ["a.neff", "z.neff", LOCK_FILE, host_sets.MANIFEST]
 
 
 # Compiling ahead, with an engine that is played
@@ -640,14 +644,14 @@ def makes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         held.finish("m")
 
     buildable = Buildable(source=Path("/models/m"), manifest=MANIFEST, make=make)
-    monkeypatch.setattr(build, "_buildables", lambda config, read: [buildable])
+    monkeypatch.setattr(prepare, "buildables_of", lambda config, read: [buildable])
     return created
 
 
 def built(home: Path, push: bool = False, **fields: Any) -> Built:
     messages: list[Reply] = []
     replica_config = config(Path("/models/m"), compiled=str(home), **fields)
-    build.run("compile", Order(config=replica_config, push=push), messages.append)
+    prepare.run("compile", Order(config=replica_config, push=push), messages.append)
     assert isinstance(messages[-1], Built), messages[-1]
     return messages[-1]
 
@@ -671,14 +675,15 @@ def test_a_checkpoint_is_not_evicted_while_it_is_compiled(tmp_path: Path, monkey
     artifact = store.get(FakeRemote({"config.json": b"{}"}))
     errors: list[str] = []
 
-    def compile_all(*_: Any) -> Built:
+    def ensure(*_: Any, **__: Any) -> Built:
         with pytest.raises(SourceError) as refusal:
             store.remove(artifact.key)
         errors.append(refusal.value.id)
         return Built(wanted=[], seconds=0.0)
 
-    monkeypatch.setattr(build, "compile_all", compile_all)
-    assert build.run("compile", Order(config=config(Path(artifact.folder))), lambda reply: None)
+    monkeypatch.setattr(prepare, "buildables_of", lambda config, read: [])
+    monkeypatch.setattr(prepare, "ensure", ensure)
+    assert prepare.run("compile", Order(config=config(Path(artifact.folder))), lambda reply: None)
     store.remove(artifact.key)
     assert errors == ["store-in-use"]
 
@@ -689,8 +694,4 @@ def test_replicas_of_one_model_wait_for_one_compile() -> None:
     other = config(
         Path("/models/m"), replica=1, epoch=7, cores=[2, 3], env={"A": "1"}, token="t", log="/l", socket="/s"
     )
-    assert (
-        prefetch.build_key(replica_config)
-        == prefetch.build_key(other)
-        != prefetch.build_key(config(Path("/models/m"), dtype="bf16"))
-    )
+    assert build_key(replica_config) == build_key(other) != build_key(config(Path("/models/m"), dtype="bf16"))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from workers.artifacts.sources.layout import layout_of, metadata_files, selected, served_by
 from workers.artifacts.sources.listing import Listing, RemoteFile, SourceError
-from workers.neff_cache.record import LOCK_FILE
+from workers.compiled.manifest import LOCK_FILE
 
 SAFE = ("config.json", "model.safetensors", "tokenizer.json")
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")

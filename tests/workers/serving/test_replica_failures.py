@@ -23,13 +23,13 @@ from tests.workers.host.test_facts_reading import tool
 from tests.workers.tnx_runs import config
 from workers.artifacts.sources.listing import SourceError
 from workers.batching.step_loop import BatcherStats
+from workers.compiled import host_sets
 from workers.host import host_facts, start_phases
 from workers.host.core_claims import CoresTaken
 from workers.messages.engine_protocol import EngineLoadError
 from workers.messages.replica_config import Origin
 from workers.messages.requests import FinishReason, GenerateRequest, TokenEvent
 from workers.messages.status import Failure, Phase, Reaction, ReplicaStatus
-from workers.neff_cache import compiled_artifacts
 from workers.serving import replica as module
 from workers.serving.backend import failure_of, local_contents
 from workers.serving.replica import Replica
@@ -78,12 +78,12 @@ def test_only_a_replica_that_has_served_is_retried_after_any_fault(phase: Phase,
 @pytest.mark.parametrize("batcher", [None, SimpleNamespace(stats=BatcherStats(4, 0, 0, 0, 9, 9, None, False, None))])
 def test_the_status_has_the_time_spent_on_compiling(batcher: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also during the load, whose deadline does not count this time."""
-    spent = compiled_artifacts.Stopwatch(clock=iter([100.0, 160.0, 160.0]).__next__)
-    monkeypatch.setattr(compiled_artifacts, "SPENT", spent)
+    spent = host_sets.Stopwatch(clock=iter([100.0, 160.0, 160.0]).__next__)
+    monkeypatch.setattr(host_sets, "SPENT", spent)
     loading = replica(Phase.LOADING)
     loading._batcher = batcher  # type: ignore[assignment]
     loading._process_s = 1.5
-    with compiled_artifacts.SPENT.running():
+    with host_sets.SPENT.running():
         assert loading._reading().compile_s == 60.0
 
 

@@ -2,7 +2,7 @@
 
 The code is C++, compiled for the host's CPU, and torch finds it by digests of the graph, of torch's settings and of the
 compiler's command line. All of them follow from the manifest, so one entry of
-``workers.neff_cache.compiled_artifacts`` holds all graphs of a model: torch finds each of them there or, with another
+``workers.compiled.host_sets`` holds all graphs of a model: torch finds each of them there or, with another
 manifest, none.
 """
 

@@ -24,6 +24,7 @@ from placements.engines.cpu.capabilities import FIRST_TRANSFORMERS
 from placements.facts.versions import reaches
 from workers.artifacts.fetch.arrival import wait_for_all, wait_for_small
 from workers.batching.buckets import default_decode_buckets, default_prefill_buckets
+from workers.compiled.host_sets import Buildable, LockedEntry, Tell, compiling, entry
 from workers.engines.checkpoint_files import check_rotary, eos_token_ids, read_config
 from workers.engines.cpu import artifacts
 from workers.engines.cpu.checkpoint import (
@@ -43,7 +44,6 @@ from workers.host.memory_limits import is_out_of_memory, out_of_memory
 from workers.host.start_phases import START
 from workers.messages.engine_protocol import EngineLoadError, EngineSpec, GenerateEngine
 from workers.messages.replica_config import ReplicaConfig
-from workers.neff_cache.compiled_artifacts import Buildable, LockedEntry, Tell, compiling, entry
 
 if TYPE_CHECKING:
     import torch

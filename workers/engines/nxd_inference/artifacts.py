@@ -8,13 +8,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from workers.compiled.compile_session import CompileSession
+from workers.compiled.host_sets import LockedEntry
+from workers.compiled.neuron_cache import WRAPPER_FLAGS
 from workers.engines.compiled_engine import compile_main, run_compile
 from workers.engines.manifest_parts import checkpoint_digests, neuron_build, version_of
 from workers.engines.nxd_inference.config import NxdSettings, lengths, neuron_options
 from workers.engines.nxd_inference.package import DISTRIBUTION, Package, build_config, import_package
-from workers.neff_cache.compile_session import CompileSession
-from workers.neff_cache.compiled_artifacts import LockedEntry
-from workers.neff_cache.compiler_cache import WRAPPER_FLAGS
 
 MODULE = "workers.engines.nxd_inference.engine"
 MODEL, QUANTIZED, WORK = "model", "quantized", "work"  # in an entry

@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from workers.compiled.host_sets import Buildable, LockedEntry, Tell, entry
 from workers.engines import package_contract
 from workers.engines.checkpoint_files import check_length, eos_token_ids, positions_of, read_config
 from workers.engines.compiled_engine import CompiledEngine
@@ -34,7 +35,6 @@ from workers.engines.nxd_inference.config import GLOBAL_TOPK, GraphLengths, NxdS
 from workers.engines.nxd_inference.package import Package, build_config, import_package
 from workers.messages.engine_protocol import DeviceSampling, EngineLoadError, EngineSpec
 from workers.messages.replica_config import ReplicaConfig
-from workers.neff_cache.compiled_artifacts import Buildable, LockedEntry, Tell, entry
 
 log = logging.getLogger(__name__)
 

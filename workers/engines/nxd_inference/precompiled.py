@@ -29,6 +29,9 @@ import msgspec.structs
 from placements.engines.capabilities import SHORTEST_BUCKET
 from workers.artifacts.sources.layout import COMPILED, INDEX, NEURON_CONFIG, names_in
 from workers.artifacts.sources.listing import Listing
+from workers.compiled.file_states import damaged
+from workers.compiled.manifest import LOCK_FILE, plain_of, read_record
+from workers.compiled.prediction import Difference, differences
 from workers.engines.checkpoint_files import read_json
 from workers.engines.nxd_inference.config import (
     FIELDS,
@@ -43,9 +46,6 @@ from workers.engines.weight_files import tensors_of
 from workers.host import foreign_files
 from workers.messages.engine_protocol import EngineLoadError
 from workers.messages.replica_config import ReplicaConfig
-from workers.neff_cache.file_states import damaged
-from workers.neff_cache.predict import Difference, differences
-from workers.neff_cache.record import LOCK_FILE, plain_of, read_record
 
 log = logging.getLogger(__name__)
 

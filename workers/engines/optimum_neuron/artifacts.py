@@ -9,12 +9,12 @@ from typing import Any
 
 import msgspec
 
+from workers.compiled.compile_session import CompileSession
+from workers.compiled.host_sets import LockedEntry
 from workers.engines.compiled_engine import compile_main, run_compile
 from workers.engines.manifest_parts import checkpoint_digests, neuron_build, version_of
 from workers.engines.optimum_neuron.package import DISTRIBUTION, OptimumPackage, export_config, find_package
 from workers.engines.optimum_neuron.settings import OptimumSettings
-from workers.neff_cache.compile_session import CompileSession
-from workers.neff_cache.compiled_artifacts import LockedEntry
 
 MODULE = "workers.engines.optimum_neuron.engine"
 MODEL, WORK = "model", "work"  # in an entry

@@ -24,14 +24,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from workers.artifacts.sources.layout import COMPILED, INDEX, NEURON_CONFIG
+from workers.compiled import neuron_target
+from workers.compiled.prediction import Difference
 from workers.engines.checkpoint_files import read_config, read_json
 from workers.engines.nxd_inference.precompiled import names_of
 from workers.engines.optimum_neuron.package import OptimumPackage
 from workers.engines.optimum_neuron.settings import ExportRecord, OptimumSettings, check_computed
 from workers.messages.engine_protocol import EngineLoadError
 from workers.messages.replica_config import ReplicaConfig
-from workers.neff_cache import neuron_target
-from workers.neff_cache.predict import Difference
 
 _SHARD = re.compile(r"checkpoint/weights/tp(\d+)_sharded_checkpoint\.safetensors")
 _WEIGHTS = ("model.safetensors", INDEX)

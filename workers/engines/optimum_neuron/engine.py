@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from workers.compiled.host_sets import Buildable, LockedEntry, Tell, entry
 from workers.engines import package_contract
 from workers.engines.checkpoint_files import check_length, eos_token_ids, positions_of, read_config
 from workers.engines.compiled_engine import CompiledEngine
@@ -31,7 +32,6 @@ from workers.engines.optimum_neuron.package import OptimumPackage, export_config
 from workers.engines.optimum_neuron.settings import OptimumSettings, check_computed
 from workers.messages.engine_protocol import DeviceSampling, EngineSpec, GenerateEngine
 from workers.messages.replica_config import ReplicaConfig
-from workers.neff_cache.compiled_artifacts import Buildable, LockedEntry, Tell, entry
 
 log = logging.getLogger(__name__)
 

@@ -17,6 +17,8 @@ import msgspec
 
 from placements.engines.optimum_neuron.capabilities import OPTIMUM_FAMILIES
 from placements.engines.transformers_neuronx.capabilities import Reading
+from workers.compiled.compile_session import CompileSession
+from workers.compiled.host_sets import Buildable, LockedEntry, compiling, entry
 from workers.engines import package_contract
 from workers.engines.checkpoint_files import check_length, eos_token_ids, positions_of, read_config
 from workers.engines.engine_setup import LoadableEngine, dtype_on
@@ -27,8 +29,6 @@ from workers.engines.optimum_neuron.settings import OptimumSettings, check_compu
 from workers.engines.transformers_neuronx.rows import ContinuousRows, LockStepRows
 from workers.host import foreign_files
 from workers.messages.engine_protocol import EngineLoadError, EngineSpec
-from workers.neff_cache.compile_session import CompileSession
-from workers.neff_cache.compiled_artifacts import Buildable, LockedEntry, compiling, entry
 
 log = logging.getLogger(__name__)
 

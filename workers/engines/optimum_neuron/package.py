@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from placements.engines.optimum_neuron.capabilities import CAPABILITIES, OptimumEra, optimum_era
+from workers.compiled import neuron_target
 from workers.engines.checkpoint_files import check_rotary, read_config
 from workers.engines.engine_setup import dtype_on
 from workers.engines.optimum_neuron.settings import MAX_TOP_K, OptimumSettings
 from workers.host.start_phases import START
 from workers.messages.engine_protocol import EngineLoadError
-from workers.neff_cache import neuron_target
 
 DISTRIBUTION = CAPABILITIES.distribution
 WHERE = (

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from placements.engines.optimum_neuron.capabilities import OptimumEra
+from workers.compiled.prediction import Difference
 from workers.engines.engine_setup import CheckpointSettings, dtype_on
 from workers.messages.engine_protocol import EngineLoadError
-from workers.neff_cache.predict import Difference
 
 MAX_TOP_K = 256  # ids that the device samples from: the default of NxDNeuronConfig's max_topk
 

@@ -22,6 +22,9 @@ import msgspec
 
 from placements.engines.cpu.capabilities import FIRST_TRANSFORMERS
 from placements.facts.versions import reaches
+from workers.compiled import neuron_target
+from workers.compiled.host_sets import Buildable, LockedEntry, Tell, compiling, entry
+from workers.compiled.neuron_cache import WRAPPER_FLAGS
 from workers.engines.encoder import graph
 from workers.engines.encoder.layout import Normalize
 from workers.engines.manifest_parts import neuron_build, version_of
@@ -33,9 +36,6 @@ from workers.host.neuron_faults import fault_of
 from workers.messages.engine_protocol import EngineLoadError
 from workers.messages.replica_config import ReplicaConfig
 from workers.messages.status import Failure
-from workers.neff_cache import neuron_target
-from workers.neff_cache.compiled_artifacts import Buildable, LockedEntry, Tell, compiling, entry
-from workers.neff_cache.compiler_cache import WRAPPER_FLAGS
 
 NAME, DISTRIBUTION = "torch_neuronx", "torch-neuronx"
 WHERE = (

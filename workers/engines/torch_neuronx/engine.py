@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from workers.batching.buckets import smallest_bucket
+from workers.compiled.host_sets import Buildable, LockedEntry, entry, peek
 from workers.engines.cpu.checkpoint import check_weights, weight_files
 from workers.engines.engine_setup import LoadableEngine
 from workers.engines.torch_neuronx.artifacts import TRACE, compile_in_process, import_package, is_whole, unit
@@ -29,7 +30,6 @@ from workers.host.neuron_faults import fault_of
 from workers.messages.encoder_protocol import EncodeInput, EncoderSpec
 from workers.messages.engine_protocol import EngineLoadError
 from workers.messages.replica_config import ReplicaConfig
-from workers.neff_cache.compiled_artifacts import Buildable, LockedEntry, entry, peek
 
 if TYPE_CHECKING:
     import numpy

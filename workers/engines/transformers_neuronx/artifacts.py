@@ -13,13 +13,13 @@ from hashlib import blake2s
 from pathlib import Path
 from typing import Any
 
+from workers.compiled.compile_session import CompileSession
+from workers.compiled.host_sets import LockedEntry, compiling, entry, peek
+from workers.compiled.places import shipped_graphs
+from workers.compiled.prediction import predict
 from workers.engines.manifest_parts import neuron_build, version_of
 from workers.host import foreign_files
 from workers.messages.engine_protocol import EngineLoadError
-from workers.neff_cache.candidates import beside, given
-from workers.neff_cache.compile_session import CompileSession
-from workers.neff_cache.compiled_artifacts import LockedEntry, compiling, entry, peek
-from workers.neff_cache.predict import predict
 
 COMPILER = "neuronx-cc"
 WHERE = "the compilers write to this log"
@@ -101,17 +101,17 @@ def proven_neffs(source: Path, expected: Mapping[str, Any]) -> Path | None:
 
     The package would use them by the graph alone, whatever their compiler and flags. Raises EngineLoadError.
     """
-    folder = given(source, os.environ)
-    if folder is None:
+    shipped = shipped_graphs(source, os.environ)
+    if shipped is None:
         return None
-    prediction = predict(expected, [beside(folder)])
+    prediction = predict(expected, list(shipped.candidates(expected)))
     if prediction.hit:
-        return folder
+        return shipped.folder
     reasons = "; ".join(
         [prediction.reason, *map(str, prediction.why[:MAX_REASONS]), *(f"bad: {name}" for name in prediction.missing)]
     )
     hint = "run `corewright compile SPEC`; or remove the folder, and the start compiles"
-    raise EngineLoadError("neff-unproven", f"{folder} is not used: {reasons}", hint)
+    raise EngineLoadError("neff-unproven", f"{shipped.folder} is not used: {reasons}", hint)
 
 
 def _stale(artifacts: LockedEntry) -> EngineLoadError:

@@ -22,6 +22,7 @@ from placements.engines.transformers_neuronx.capabilities import (
     run_length,
 )
 from workers.artifacts.sources.layout import TNX_SHARDS
+from workers.compiled.host_sets import Buildable, LockedEntry, Tell
 from workers.engines import package_contract
 from workers.engines.checkpoint_files import check_length, eos_token_ids, positions_of, read_config
 from workers.engines.engine_setup import LoadableEngine, source_of
@@ -48,7 +49,6 @@ from workers.engines.weight_files import (
 from workers.host.start_phases import START
 from workers.messages.engine_protocol import DeviceSampling, EngineLoadError, EngineSpec, GenerateEngine
 from workers.messages.replica_config import ReplicaConfig
-from workers.neff_cache.compiled_artifacts import Buildable, LockedEntry, Tell
 
 if TYPE_CHECKING:
     import torch

@@ -1,1 +1,0 @@
-"""Predicts, checks and compiles what a start needs, without claiming cores."""

@@ -1,0 +1,128 @@
+"""Checks, predicts or compiles for a replica in the engine's interpreter: ``python -m workers.serving.prepare CMD``.
+
+Reads an ``Order`` as JSON from standard input and writes JSON lines to standard output: ``check`` reports whether a
+start of the config can load its files, ``predict`` what it would compile, ``compile`` its progress and result. Imports
+the engine's package, claims no core, and ends with its parent. ``check`` reads the headers of weights; ``predict``
+reads weights only on request.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from placements.engines.registry import SERVER_ENGINES
+from workers.artifacts.sources.listing import SourceError
+from workers.artifacts.store.artifact_uses import using
+from workers.compiled.host_sets import Buildable
+from workers.compiled.orders import BuildTrouble, Checked, Order, Predicted, Reply
+from workers.compiled.places import ensure, find, wanted_of
+from workers.engines.open_engine import buildables, hide_progress_bars
+from workers.engines.weight_files import check_checkpoint
+from workers.host import host_facts
+from workers.host.json_process import answering, read_request
+from workers.host.memory_limits import is_out_of_memory, out_of_memory
+from workers.host.neuron_faults import VAGUE, fault_of
+from workers.messages.engine_protocol import EngineLoadError
+from workers.messages.replica_config import NEVER_SET, ReplicaConfig
+from workers.messages.status import Failure
+from workers.text.tokenizer import load_tokenizer
+
+log = logging.getLogger(__name__)
+
+Report = Callable[[Reply], None]
+
+
+def check(config: ReplicaConfig) -> Checked:
+    """Checks all that a start of ``config`` needs except cores: tokenizer, config.json, headers of weights, the
+    engine's package and its view of the settings. Only its command can check the source of the engine server. Raises
+    EngineLoadError, and errors of imports."""
+    if config.engine in ("echo", "server"):
+        return Checked()
+    hide_progress_bars()
+    for folder in (config.source, config.draft_source):
+        if folder is not None:
+            check_checkpoint(Path(folder), allow_pickle=config.allow_pickle)
+    load_tokenizer(config.engine, config.source)
+    if config.engine == "cpu":
+        from workers.engines.cpu.engine import check as check_cpu
+
+        check_cpu(config)
+    elif config.engine not in SERVER_ENGINES:
+        buildables_of(config, read=False)
+    return Checked()
+
+
+def buildables_of(config: ReplicaConfig, read: bool) -> list[Buildable]:
+    """Returns what a start of ``config`` compiles. Raises EngineLoadError."""
+    if config.engine == "vllm":
+        from workers.servers.vllm_engine import buildables as of_vllm
+
+        return of_vllm(config, read)
+    return buildables(config, read)
+
+
+def predict(config: ReplicaConfig, *, read: bool = False, ahead: bool = False) -> Predicted:
+    """Returns the artifacts that a start of ``config`` needs, in the replica's environment, and where it gets them.
+    ``read`` and ``ahead``: as in ``Order``. Raises EngineLoadError."""
+    wanted = [wanted_of(config, unit, find(unit, config, ahead)) for unit in buildables_of(config, read)]
+    return Predicted(engine=config.engine, wanted=wanted)
+
+
+def run(command: str, order: Order, report: Report) -> bool:
+    """Runs a command and reports its result; False: it failed. Reports errors of the model and the machine.
+
+    The config's sources are not evicted meanwhile.
+    """
+    config = order.config
+    try:
+        with contextlib.ExitStack() as uses:
+            for folder in filter(None, (config.source, config.draft_source, *config.adapters.values())):
+                uses.enter_context(using(folder))
+            if command == "check":
+                report(check(config))
+            elif command == "predict":
+                report(predict(config, read=order.read, ahead=order.ahead))
+            else:
+                units = buildables_of(config, read=order.make)
+                report(ensure(units, config, report, push=order.push, make=order.make))
+            return True
+    except (EngineLoadError, SourceError) as error:
+        failure = Failure(error.id, error.what, error.hint)
+        report(BuildTrouble(_with_known_fault(failure, error, config.log) if error.id in VAGUE else failure))
+    except Exception as error:
+        log.exception("%s of %s failed", command, config.model)
+        if is_out_of_memory(error):
+            want = out_of_memory(error, f"compiling {config.model}")
+            report(BuildTrouble(Failure(want.id, want.what, want.hint)))
+        else:
+            message = f"{command} of {config.model}: {type(error).__name__}: {error}"
+            id = "start-failed" if command == "check" else "compile-failed"
+            report(BuildTrouble(_with_known_fault(Failure(id, message, f"the log is {config.log}"), error, config.log)))
+    return False
+
+
+def _with_known_fault(failure: Failure, error: Exception, log_file: str) -> Failure:
+    """Returns a more specific failure if the log or the exception shows a known fault."""
+    words = host_facts.last_words(Path(log_file)) if log_file else []
+    return fault_of(error, words) or failure
+
+
+def main(arguments: list[str]) -> int:
+    """Reads the order and runs it. Exit code 0: done; 1: failed, with a ``BuildTrouble`` line; 2: wrong usage."""
+    if arguments not in (["check"], ["predict"], ["compile"]):
+        sys.stderr.write("usage: python -m workers.serving.prepare check|predict|compile < JSON\n")
+        return 2
+    order = read_request(Order)
+    for name in NEVER_SET:
+        os.environ.pop(name, None)
+    os.environ.update(order.config.env)
+    return 0 if run(arguments[0], order, answering()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
