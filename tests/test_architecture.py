@@ -59,10 +59,9 @@ def imports(path: Path, *, anywhere: bool = True) -> set[str]:
 
 
 # Which folders a folder may import, beside those of the packages below its own: placements <- workers <- orchestrator.
-# `servers` is a second kind of `engines`, so its row has what theirs has: artifacts that a server compiles are kept in
-# `neff_cache`, and `compiling` requests the units to compile from both.
 LAYERS: dict[str, set[str]] = {
     "placements.facts": set(),
+    "placements.engines": {"placements.facts"},
     "placements.spec": {"placements.facts"},
     "placements.resources": {"placements.facts", "placements.spec"},
     "placements.planner": {
@@ -104,14 +103,6 @@ LAYERS: dict[str, set[str]] = {
         "workers.host",
         "workers.messages",
         "workers.neff_cache",
-    },
-    "workers.servers": {
-        "workers.artifacts",
-        "workers.batching",
-        "workers.engines",
-        "workers.host",
-        "workers.messages",
-        "workers.neff_cache",
         "workers.text",
     },
     "workers.compiling": {
@@ -120,7 +111,6 @@ LAYERS: dict[str, set[str]] = {
         "workers.host",
         "workers.messages",
         "workers.neff_cache",
-        "workers.servers",
         "workers.text",
     },
     "workers.serving": {
@@ -130,7 +120,6 @@ LAYERS: dict[str, set[str]] = {
         "workers.host",
         "workers.messages",
         "workers.neff_cache",
-        "workers.servers",
         "workers.text",
     },
     "orchestrator.process": set(),
@@ -432,7 +421,7 @@ def run(*commands: str) -> str:
         ("import orchestrator.cluster.gateways", {"orchestrator.control.controller"}),
         ("import workers.serving.replica", HEAVY | CLIENTS),
         (
-            "from workers.engines.echo import EchoEngine; from workers.batching.batcher import Batcher\n"
+            "from workers.engines.echo.engine import EchoEngine; from workers.batching.batcher import Batcher\n"
             "from workers.text.tokenizer import load_tokenizer\n"
             "from workers.messages.requests import GenerateRequest\n"
             "engine = EchoEngine(slots=2, max_len=64); engine.load()\n"

@@ -40,7 +40,6 @@ BUDGETS = (
             "workers/batching",
             "workers/text",
             "workers/serving",
-            "workers/servers",
             "workers/messages",
         ),
         6_500,

@@ -24,6 +24,7 @@ from orchestrator.control.resolve.spec_file import SpecFile, load, start_problem
 from orchestrator.process.failure import Failed
 from orchestrator.process.text_table import columns
 from orchestrator.process.version import corewright_version
+from placements.engines.registry import ENGINES
 from placements.facts.core_range import runs
 from placements.facts.engines import AUTO_ENGINES, NAMED_ENGINES, resolve
 from placements.facts.neuron_releases import sdk_of
@@ -35,7 +36,7 @@ from workers.engines.package_contract import Drift
 from workers.host.facts.reading import Places, read_host_facts
 from workers.host.facts.tools import run_tool
 from workers.host.host_facts import devices, host_root, instance_type
-from workers.host.interpreter import NEEDS, Interpreter, probe
+from workers.host.interpreter import Interpreter, probe
 
 IMPORT_S = 120.0  # torch-neuronx, cold, from a network disk
 EMULATED = (
@@ -173,7 +174,7 @@ def _needed(file: SpecFile | None) -> list[tuple[str | None, tuple[str, ...], st
                 where.setdefault(_place(python), spec.where("engines", engine, "python"))
         models = {resolve(model.engine, file.hosts[0], model.kind): model.name for model in reversed(spec.models)}
         for engine in sorted(models):
-            if engine == "auto" or engine in NEEDS or (engine == "vllm" and spec.python_for(engine) is None):
+            if engine == "auto" or ENGINES[engine].requires or (engine == "vllm" and spec.python_for(engine) is None):
                 candidates = AUTO_ENGINES if engine == "auto" else (engine,)
                 pythons = (spec.python_for(candidate) for candidate in candidates)
                 for place in {_place(python) for python in pythons if python is not None} or {_place(None)}:
@@ -201,9 +202,7 @@ def _drift(python: str, engine: str, installed: str) -> Drift:
     try:
         return msgspec.json.decode(output.stdout.splitlines()[-1], type=Drift)
     except (ValueError, IndexError):
-        return Drift(
-            engine, package_contract.PACKAGES[engine], installed, problem=output.problem or "it printed nothing"
-        )
+        return Drift(engine, ENGINES[engine].package or "", installed, problem=output.problem or "it printed nothing")
 
 
 def text(report: Report) -> str:

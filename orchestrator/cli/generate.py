@@ -39,6 +39,7 @@ from workers.artifacts.sources.listing import SourceError
 from workers.artifacts.store.artifact_uses import using
 from workers.compiling import prefetch
 from workers.compiling.build import NEEDS_DEVICE
+from workers.engines.open_engine import compiles
 from workers.host import json_process
 from workers.messages.replica_config import ReplicaConfig
 from workers.messages.status import Failure
@@ -125,7 +126,7 @@ def _fetch(config: ReplicaConfig, home: Home, resources: contextlib.ExitStack) -
 
 def _compile(config: ReplicaConfig) -> None:
     """Before the model claims a core, get its graphs from ``neff_cache`` or compile them. Raises Failed."""
-    if not prefetch.compiles(config):
+    if not compiles(config):
         return
     forecast = prefetch.foresee(config)
     if forecast.trouble:

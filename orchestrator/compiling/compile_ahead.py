@@ -27,6 +27,7 @@ from workers.artifacts.store.store import StoreSettings
 from workers.compiling import prefetch
 from workers.compiling.build import GONE, NEEDS_DEVICE, BuildTrouble, Built, Predicted, Wanted, Working
 from workers.compiling.memory_gate import need_gib, startable
+from workers.engines.open_engine import compiles
 from workers.messages.replica_config import ReplicaConfig
 from workers.messages.status import Failure
 from workers.neff_cache.candidates import compiled_elsewhere
@@ -192,7 +193,7 @@ class CompileAhead:
             engine = self._offline.generation.engines[placement.model]
             return CompileOutcome(**about, engine=engine, result="failed", failure=config)
         config = msgspec.structs.replace(config, log=str(self._home.logs / log))
-        if not prefetch.compiles(config):
+        if not compiles(config):
             return CompileOutcome(**about, engine=config.engine, result="nothing")
         compiled = self._find_compiled(config) if known else None
         prediction = compiled or self._fetch_and_predict(config, models, target)

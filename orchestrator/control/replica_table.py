@@ -16,7 +16,7 @@ from orchestrator.control.host_conditions import quarantine_cores
 from orchestrator.control.start_times import record_ready
 from orchestrator.messages.replica_states import ENDING, STARTING, Signal, State, advance
 from orchestrator.messages.route_table import remote_address
-from workers.compiling.prefetch import compiles
+from workers.engines.open_engine import compiles
 from workers.host.start_phases import phases_of
 from workers.messages.status import Failure, Phase, Reaction, ReplicaStatus
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from orchestrator.cli.bootstrap import MachineSituation, bootstrap
+from placements.engines.registry import ENGINES
 from placements.facts.engines import NXD_VERSIONS, Engine, series
 from placements.facts.neuron_releases import ENVIRONMENTS, SDKS, Environment, environments_on, sdk_named, sdks_with
 from tests.docs.pages import ROOT
-from workers.host.interpreter import PROVIDED_BY
 
 FILES = [
     ROOT / "README.md",
@@ -91,7 +91,7 @@ def test_the_table_of_the_page_is_that_of_the_releases() -> None:
 def test_pages_and_hints_name_the_last_release_with_an_engine() -> None:
     """Where a user without the engine reads it."""
     last = {engine: sdks_with(engine, "inf2")[-1].series for engine in ("nxd-inference", "transformers-neuronx")}
-    assert f"Neuron SDK {last['transformers-neuronx']} and before" in PROVIDED_BY["transformers-neuronx"]
+    assert f"Neuron SDK {last['transformers-neuronx']} and before" in ENGINES["transformers-neuronx"].install
     assert f"runs on Neuron SDK {last['transformers-neuronx']} at most" in words(ROOT / "docs" / "from-vllm-and-lmi.md")
     assert f"up to SDK {last['nxd-inference']};" in (ROOT / "workers/engines/nxd_inference/package.py").read_text()
 

@@ -20,10 +20,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from placements.facts.engines import SERVER_ENGINES
+from placements.engines.registry import ENGINES
 from workers.artifacts.sources.listing import SourceError
 from workers.artifacts.store.artifact_uses import using
-from workers.engines.open_engine import buildables, hide_progress_bars
+from workers.engines.open_engine import buildables, hide_progress_bars, runner_of
 from workers.engines.weight_files import check_checkpoint
 from workers.host import file_lock, host_facts
 from workers.host.json_process import ChildRequest, answering, read_request
@@ -120,25 +120,24 @@ def check(config: ReplicaConfig) -> Checked:
     """Checks all that a start of ``config`` needs except cores: tokenizer, config.json, headers of weights, the
     engine's package and its view of the settings. Only its command can check the source of the engine server. Raises
     EngineLoadError, and errors of imports."""
-    if config.engine in ("echo", "server"):
+    if ENGINES[config.engine].tokenizer != "checkpoint":
         return Checked()
     hide_progress_bars()
     for folder in (config.source, config.draft_source):
         if folder is not None:
             check_checkpoint(Path(folder), allow_pickle=config.allow_pickle)
     load_tokenizer(config.engine, config.source)
-    if config.engine == "cpu":
-        from workers.engines.cpu.engine import check as check_cpu
-
-        check_cpu(config)
-    elif config.engine not in SERVER_ENGINES:
-        _buildables(config, read=False)
+    check_engine = runner_of(config.engine).check
+    if check_engine is None:
+        buildables(config, read=False)
+    else:
+        check_engine(config)
     return Checked()
 
 
 def predict(config: ReplicaConfig, read: bool = False) -> Predicted:
     """Returns the artifacts that a start of ``config`` needs, in the replica's environment. Raises EngineLoadError."""
-    return Predicted(engine=config.engine, wanted=[_wanted(config, unit) for unit in _buildables(config, read)])
+    return Predicted(engine=config.engine, wanted=[_wanted(config, unit) for unit in buildables(config, read)])
 
 
 def compile_all(config: ReplicaConfig, report: Report, push: bool = False, make: bool = True) -> Built:
@@ -152,7 +151,7 @@ def compile_all(config: ReplicaConfig, report: Report, push: bool = False, make:
     if config.compiled is None:
         raise EngineLoadError("compiled-unwritable", "there is no folder for compiled artifacts", "set `compiled`")
     done: dict[str, list[Any]] = {"compiled": [], "pulled": [], "pushed": [], "unsent": [], "warnings": []}
-    units = _buildables(config, read=make)
+    units = buildables(config, read=make)
     for unit in units:
         if unit.make is None and not unit.kept:
             raise _needs_device(config, unit)
@@ -216,14 +215,6 @@ def _is_pulled(config: ReplicaConfig, held: LockedEntry, warnings: list[str]) ->
     except SourceError as error:
         warnings.append(log_unavailable(config.neff_cache or "", error))
         return False
-
-
-def _buildables(config: ReplicaConfig, read: bool) -> list[Buildable]:
-    if config.engine == "vllm":
-        from workers.servers.vllm_engine import buildables as of_vllm
-
-        return of_vllm(config, read)
-    return buildables(config, read)
 
 
 def _wanted(config: ReplicaConfig, unit: Buildable) -> Wanted:

@@ -14,19 +14,19 @@ from pathlib import Path
 
 import msgspec
 
+from placements.engines.registry import ENGINES
 from workers.artifacts.fetch.progress import Progress
 from workers.artifacts.sources.listing import Stopped
 from workers.compiling.build import BuildTrouble, Built, Checked, Order, Predicted, Reply, Wanted, Working
+from workers.engines.open_engine import compiles
 from workers.host import json_process
 from workers.messages.actor_message import actor_message
 from workers.messages.replica_config import ReplicaConfig
 from workers.messages.status import Failure
 from workers.neff_cache.candidates import candidates
-from workers.neff_cache.compiled_artifacts import compiles as compiles
 from workers.neff_cache.predict import ArtifactCandidate, Prediction, predict
 
 _OF_ONE_REPLICA = {"replica": 0, "epoch": 0, "socket": "", "token": "", "log": "", "credentials": None, "cores": []}
-GIVEN = ("nxd-inference", "optimum-neuron")  # they compile, except for a precompiled source
 ASK_S = 120.0  # to import an engine's package on a busy host
 
 
@@ -55,7 +55,7 @@ def verdicts(
     the host's. An engine that compiles nothing has one verdict."""
     if not predicted.wanted:
         source = config.source or ""
-        if predicted.engine in GIVEN:
+        if ENGINES[predicted.engine].compiles_weights:
             reason = "the source is precompiled for the model's settings"
             return [Verdict("model", source, Prediction("hit", "source", reason, source))]
         return [Verdict("model", source, predict(None, []))]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from placements.engines.registry import ENGINES
 from workers.artifacts.fetch.artifact_fetcher import ArtifactFetcher, wanted_by, with_folders
 from workers.artifacts.fetch.progress import Progress
 from workers.artifacts.sources.listing import SourceError
@@ -20,7 +21,7 @@ from workers.messages.engine_protocol import EngineLoadError
 from workers.messages.replica_config import ReplicaConfig
 from workers.messages.status import Failure
 from workers.neff_cache import shared_artifacts
-from workers.neff_cache.candidates import CACHED, keep_of
+from workers.neff_cache.candidates import keep_of
 from workers.neff_cache.compiled_artifacts import entry
 from workers.neff_cache.record import name_of, record_of
 from workers.neff_cache.sync import localized, place_at, pull
@@ -65,7 +66,7 @@ def _bring(
     if isinstance(predicted, Failure):
         raise EngineLoadError(predicted.id, predicted.what, predicted.hint)
     yield from _compiled(config, predicted, stop)
-    if config.engine == CACHED and config.compiled is not None:
+    if ENGINES[config.engine].uses_neuron_cache and config.compiled is not None:
         yield from _graphs(config, predicted, stop)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from placements.engines.registry import ENGINES
 from workers.artifacts.sources.listing import SourceError
 from workers.neff_cache import compiler_cache, shared_artifacts
 from workers.neff_cache.compiled_artifacts import MANIFEST, peek
@@ -16,7 +17,7 @@ from workers.neff_cache.predict import ArtifactCandidate, has_more_buckets
 from workers.neff_cache.record import LOCK_FILE, ManifestRecord, Proof, name_of, place_of, read_record, records_in
 from workers.neff_cache.sync import Localized, describe, localized, place_at, records_at
 
-CACHED = "transformers-neuronx"  # the engine that uses Neuron's cache; the others keep complete folders
+CACHED = frozenset(name for name, engine in ENGINES.items() if engine.uses_neuron_cache)
 BESIDE = "compiled"  # folder of a checkpoint with NEFFs from Optimum
 RETRIED = "--retry_failed_compilation"
 
@@ -37,7 +38,7 @@ def candidates(
     ``neff_cache``: as written in the spec.
     """
     results = [*compiled_here(wanted, root)] if kept else []
-    cached_too = wanted.get("engine") == CACHED
+    cached_too = wanted.get("engine") in CACHED
     if kept and cached_too and (folder := given(source, environment)) is not None:
         results.append(beside(folder))
     if cached_too:

@@ -16,7 +16,6 @@ from typing import Any, Literal
 from workers.host import file_lock
 from workers.host.process_tree import watched
 from workers.messages.engine_protocol import EngineLoadError
-from workers.messages.replica_config import ReplicaConfig
 from workers.neff_cache.file_states import Part, parts, sync_folder, sync_to_disk
 from workers.neff_cache.record import LOCK_FILE, missing_files, name_of, plain_of, record_of, write_record
 
@@ -196,15 +195,6 @@ def compiling(name: str, where: str) -> Iterator[None]:
         log.info("compiling %s failed after %.0f s: %s", name, time.monotonic() - began, type(error).__name__)
         raise
     log.info("compiled %s in %.0f s", name, time.monotonic() - began)
-
-
-def compiles(config: ReplicaConfig) -> bool:
-    """Returns whether the config's engine compiles artifacts that are kept."""
-    if config.engine == "cpu":
-        return bool(config.engine_options.get("compile"))
-    if config.engine == "vllm":
-        return config.claims is None  # on emulated hosts, its CPU back end compiles nothing
-    return config.engine != "echo"
 
 
 Tell = Callable[[int, int], None]

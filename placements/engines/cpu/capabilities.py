@@ -17,10 +17,12 @@ CAPABILITIES = Capabilities(
     kinds=KINDS,
     dtype="fp32",
     requires=("torch", "safetensors", "numpy"),
+    transformers=FIRST_TRANSFORMERS,
+    loads_arriving=True,
     options=MappingProxyType(
         {"prefill_chunk": OptionRange(1, 1 << 24, whole=True), "prefix_cache": None, "compile": None}
     ),
     runs_code=True,
 )
-"""``prefill_chunk``: tokens of a prompt in one forward pass; ``prefix_cache``: reuse the longest prefix that a slot still
-holds; ``compile``: compile each bucket with torch.compile."""
+"""``prefill_chunk``: tokens of a prompt in one forward pass; ``prefix_cache``: reuse the longest prefix that a slot
+still holds; ``compile``: compile each bucket with torch.compile."""

@@ -9,6 +9,8 @@ CAPABILITIES = Capabilities(
     runs_on="neuron",
     package="neuronx_distributed_inference",
     requires=("neuronx-distributed-inference",),
+    loads=("hf", "sharded", "precompiled"),
+    compiles_weights=True,
     install="AWS's Deep Learning AMI Neuron has it under /opt/aws_neuronx_venv_pytorch_*_nxd_inference; "
     f"else pip install neuronx-distributed-inference {NEURON_INDEX}",
 )

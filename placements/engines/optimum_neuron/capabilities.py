@@ -11,6 +11,8 @@ CAPABILITIES = Capabilities(
     runs_on="neuron",
     package="optimum.neuron",
     requires=("optimum-neuron",),
+    loads=("hf", "optimum-first", "optimum", "precompiled"),
+    compiles_weights=True,
     install=f"pip install 'optimum-neuron[neuronx]==0.4.5' {NEURON_INDEX}",
     options=MappingProxyType({"prefill_chunk_size": OptionRange(0, 1 << 24, whole=True)}),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import MappingProxyType
 
 from placements.engines.capabilities import NEURON_INDEX, Capabilities, OptionRange
+from placements.engines.cpu.capabilities import FIRST_TRANSFORMERS
 from placements.facts.encoders import KINDS
 
 CAPABILITIES = Capabilities(
@@ -12,6 +13,7 @@ CAPABILITIES = Capabilities(
     runs_on="neuron",
     kinds=tuple(kind for kind in KINDS if kind != "generate"),
     requires=("torch-neuronx", "neuronx-cc", "torch", "safetensors", "numpy", "transformers"),
+    transformers=FIRST_TRANSFORMERS,
     install=f"AWS's Neuron images have it; else pip install torch-neuronx neuronx-cc {NEURON_INDEX}",
     options=MappingProxyType({"compiled_batch": OptionRange(1, 1024, whole=True)}),
 )

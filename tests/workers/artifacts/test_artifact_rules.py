@@ -640,7 +640,7 @@ def makes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         held.finish("m")
 
     buildable = Buildable(source=Path("/models/m"), manifest=MANIFEST, make=make)
-    monkeypatch.setattr(build, "_buildables", lambda config, read: [buildable])
+    monkeypatch.setattr(build, "buildables", lambda config, read: [buildable])
     return created
 
 

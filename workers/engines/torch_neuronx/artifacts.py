@@ -21,8 +21,8 @@ from typing import Any
 import msgspec
 
 from placements.facts.engines import CPU_TRANSFORMERS, reaches
-from workers.engines.encoder import graph
-from workers.engines.encoder.layout import Normalize
+from workers.engines import encoder_graph as graph
+from workers.engines.encoder_layout import Normalize
 from workers.engines.manifest_parts import neuron_build, version_of
 from workers.engines.torch_neuronx import tracing as traced
 from workers.engines.torch_neuronx.tracing import Tracing

@@ -19,11 +19,11 @@ from tests.fleet import until
 from tests.s3 import S3Server
 from workers.compiling import build, prefetch
 from workers.compiling.build import NEEDS_DEVICE, BuildTrouble, Built, Order, Predicted, Reply, Wanted
+from workers.engines.vllm.artifacts import NO_COMPILE
+from workers.engines.vllm.engine import start_vllm
 from workers.host import file_lock
 from workers.messages.engine_protocol import EngineLoadError
 from workers.messages.replica_config import ReplicaConfig
-from workers.servers.vllm_artifacts import NO_COMPILE
-from workers.servers.vllm_engine import start_vllm
 
 DEADLINE_S = 30.0
 NXD, NEURON = "0.4.1", "0.24.0.1.1.0"  # of the plugin
@@ -74,7 +74,7 @@ ROOT = """
 import sys
 import msgspec
 from workers.messages.replica_config import ReplicaConfig
-from workers.servers import vllm_engine
+from workers.engines.vllm import engine as vllm_engine
 vllm_engine.GRACE_S = 0.5
 server = vllm_engine.start_vllm(msgspec.json.decode(sys.argv[1].encode(), type=ReplicaConfig))
 print("ready", flush=True)
