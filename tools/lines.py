@@ -31,7 +31,7 @@ BUDGETS = (
     Budget(("placements/planner",), 2_300),
     Budget(("placements/rules", "placements/explain"), 2_000),
     Budget(("placements/engines",), 1_400),
-    Budget(("workers/engines",), 3_200),
+    Budget(("workers/engines",), 4_500),
     Budget(("workers/compiled", "workers/neff_cache", "workers/compiling", "orchestrator/compiling"), 1_800),
     Budget(("workers/artifacts",), 2_200),
     Budget(
@@ -42,7 +42,7 @@ BUDGETS = (
             "workers/serving",
             "workers/messages",
         ),
-        6_500,
+        5_200,
     ),
     Budget(
         (

@@ -100,7 +100,7 @@ def test_a_killed_compile_reports_its_cause(
 
 def test_a_compiling_process_does_not_outlive_the_one_that_waits() -> None:
     """That one holds the lock of the folder: here it is gone already. And the module has one command."""
-    command = [sys.executable, "-m", "workers.engines.nxd_inference.engine"]
+    command = [sys.executable, "-m", "workers.engines.nxd_inference.artifacts"]
     settings = msgspec.to_builtins(NxdSettings.of(replica_config(Path("/nowhere"), None)))
     job = json.dumps({"settings": settings, "folder": "/nowhere", "parent": 1})
     orphan = subprocess.run([*command, "compile"], input=job, text=True, capture_output=True, check=False)

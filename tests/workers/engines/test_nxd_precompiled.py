@@ -296,7 +296,7 @@ def recorded(llama: Folder, monkeypatch: pytest.MonkeyPatch) -> Folder:
     from workers.engines.nxd_inference.package import import_package
     from workers.neff_cache.file_states import parts
 
-    manifest = artifacts.manifest(NxdSettings.of(llama.config()), import_package(), None)
+    manifest = artifacts.unit(NxdSettings.of(llama.config()), import_package(), None).manifest
     write_record(llama.path / LOCK_FILE, record_of(manifest, files=parts(entry.parent)))
     return llama
 

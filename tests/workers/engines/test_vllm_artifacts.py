@@ -384,8 +384,9 @@ def test_the_plugin_on_nxd_inference_and_drafts_are_compiled_only_on_cores(
 
 
 @pytest.mark.parametrize("exits", ["", "0"], ids=["serves", "exits"])
-def test_the_later_plugin_is_compiled_ahead(tmp_path: Path, exits: str) -> None:
+def test_the_later_plugin_is_compiled_ahead(tmp_path: Path, exits: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same command runs without devices, and a start with cores compiles nothing."""
+    monkeypatch.delenv("NEURON_PLATFORM_TARGET_OVERRIDE", raising=False)
     host = Host(tmp_path, NEURON)
     env = {name: value for name, value in host.config.env.items() if name != "NEURON_RT_VISIBLE_CORES"}
     built = host.replies("compile", env=env | {"EXITS": exits})[-1]
