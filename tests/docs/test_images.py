@@ -93,7 +93,7 @@ def test_pages_and_hints_name_the_last_release_with_an_engine() -> None:
     last = {engine: sdks_with(engine, "inf2")[-1].series for engine in ("nxd-inference", "transformers-neuronx")}
     assert f"Neuron SDK {last['transformers-neuronx']} and before" in ENGINES["transformers-neuronx"].install
     assert f"runs on Neuron SDK {last['transformers-neuronx']} at most" in words(ROOT / "docs" / "from-vllm-and-lmi.md")
-    assert f"up to SDK {last['nxd-inference']};" in (ROOT / "workers/engines/nxd_inference/package.py").read_text()
+    assert f"up to SDK {last['nxd-inference']};" in ENGINES["nxd-inference"].install
 
 
 def test_the_page_of_engines_pairs_releases_as_the_table_does() -> None:
