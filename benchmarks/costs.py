@@ -68,7 +68,7 @@ def least(run: Callable[[], float]) -> float:
 
 def batcher() -> dict[str, float]:
     from workers.batching.batcher import Batcher
-    from workers.engines.echo import EchoEngine
+    from workers.engines.echo.engine import EchoEngine
     from workers.messages.requests import GenerateRequest
     from workers.text.tokenizer import load_tokenizer
 

@@ -38,7 +38,7 @@ from typing import Any
 from benchmarks.report import Target, finish
 from tests.encoders import WORDS, save_encoder, sentence_transformer
 from workers.batching.encode_batcher import EncodeBatcher
-from workers.engines.encoder.cpu import CpuEncoder
+from workers.engines.cpu.encoder import CpuEncoder
 from workers.messages.encoder_protocol import EncodeInput
 from workers.messages.requests import GenerateRequest, TokenEvent
 from workers.text.input_tokens import InputTexts

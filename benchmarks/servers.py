@@ -34,9 +34,9 @@ from benchmarks.servers_parts.load import Load, Run, send
 from orchestrator.process.addresses import free_port
 from tests.checkpoints import make_checkpoint
 from tests.fleet import LiveFleet, until
+from workers.engines.server.server_process import Address
+from workers.engines.vllm.engine import arguments, installation
 from workers.messages.replica_config import ReplicaConfig
-from workers.servers.server_process import Address
-from workers.servers.vllm_engine import arguments, installation
 
 TARGETS = {
     **{f"throughput_{n}_over_alone": Target(0.97) for n in (1, 8, 32)},

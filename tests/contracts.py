@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent / "contracts"
-SURFACES = Path(__file__).parent.parent / "workers" / "engines" / "surfaces"
+ENGINES = Path(__file__).parent.parent / "workers" / "engines"
 PACKAGES = {
     "transformers-neuronx": "transformers_neuronx",
     "nxd-inference": "neuronx_distributed_inference",
@@ -222,7 +222,7 @@ def _default(node: ast.expr | None) -> Any:
 
 
 def distilled(engine: str) -> dict[str, Any]:
-    """Just the adapter's surface in every version, as workers/engines/surfaces holds it.
+    """Just the adapter's surface in every version, as surface.json in its folder holds it.
 
     A signature is the texts of its parameters, without annotations; null is what a version does not have.
     """
@@ -253,14 +253,13 @@ def distilled(engine: str) -> dict[str, Any]:
 
 
 def surfaces() -> Iterator[tuple[Path, str]]:
-    """Each file of workers/engines/surfaces, and what must stand in it."""
-    for engine, package in PACKAGES.items():
-        yield SURFACES / _file(package), json.dumps(distilled(engine), indent=1) + "\n"
+    """The surface.json of each engine, and what must stand in it."""
+    for engine in PACKAGES:
+        yield ENGINES / engine.replace("-", "_") / "surface.json", json.dumps(distilled(engine), indent=1) + "\n"
 
 
 if __name__ == "__main__":
     if sys.argv[1:] != ["--distil"]:
         sys.exit("usage: python -m tests.contracts --distil")
     for path, text in surfaces():
-        path.parent.mkdir(exist_ok=True)
         path.write_text(text)

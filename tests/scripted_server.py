@@ -13,10 +13,10 @@ from typing import Any
 import workers
 from orchestrator.process.version import corewright_version
 from tests.served import EPOCH, TOKEN
+from workers.engines.server.completion_relay import CompletionRelay
+from workers.engines.server.server_process import Address, CompletionServer
 from workers.messages.engine_protocol import EngineSpec
 from workers.messages.wire import Welcome
-from workers.servers.completion_relay import CompletionRelay
-from workers.servers.server_process import Address, CompletionServer
 from workers.serving.dataplane import DataPlane
 
 NAME = "name-in-the-server"

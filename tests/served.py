@@ -10,7 +10,7 @@ import workers
 from orchestrator.process.version import corewright_version
 from tests.fleet import until
 from workers.batching.batcher import Batcher
-from workers.engines.echo import EchoEngine
+from workers.engines.echo.engine import EchoEngine
 from workers.messages.credentials import Credentials
 from workers.messages.wire import PROTOCOL, Welcome
 from workers.serving.dataplane import DataPlane

@@ -61,7 +61,6 @@ def imports(path: Path, *, anywhere: bool = True) -> set[str]:
 
 
 # Which folders a folder may import, beside those of the packages below its own: placements <- workers <- orchestrator.
-# `servers` is a second kind of `engines`, so its row has what theirs has: both keep what they compile in `compiled`.
 # `serving` has the process that compiles with an engine; `compiled` runs it, by its name.
 LAYERS: dict[str, set[str]] = {
     "placements.facts": set(),
@@ -124,14 +123,6 @@ LAYERS: dict[str, set[str]] = {
         "workers.host",
         "workers.messages",
         "workers.compiled",
-    },
-    "workers.servers": {
-        "workers.artifacts",
-        "workers.batching",
-        "workers.engines",
-        "workers.host",
-        "workers.messages",
-        "workers.compiled",
         "workers.text",
     },
     "workers.serving": {
@@ -141,7 +132,6 @@ LAYERS: dict[str, set[str]] = {
         "workers.host",
         "workers.messages",
         "workers.compiled",
-        "workers.servers",
         "workers.text",
     },
     "orchestrator.process": set(),
@@ -527,7 +517,7 @@ def run(*commands: str) -> str:
         ("import orchestrator.cluster.gateways", {"orchestrator.control.controller"}),
         ("import workers.serving.replica", HEAVY | CLIENTS),
         (
-            "from workers.engines.echo import EchoEngine; from workers.batching.batcher import Batcher\n"
+            "from workers.engines.echo.engine import EchoEngine; from workers.batching.batcher import Batcher\n"
             "from workers.text.tokenizer import load_tokenizer\n"
             "from workers.messages.requests import GenerateRequest\n"
             "engine = EchoEngine(slots=2, max_len=64); engine.load()\n"

@@ -45,7 +45,7 @@ def test_the_wheel_holds_the_three_packages_and_the_demo(tmp_path: Path) -> None
         "placements/lmi/settings.json",
         "placements/engines/nxd_inference/options.json",
         "placements/spec/other_names.json",
-        "workers/engines/surfaces/transformers_neuronx.json",
+        "workers/engines/transformers_neuronx/surface.json",
         "orchestrator/cli/specs/machine.yaml",
         "orchestrator/simulate/chat.json",
         "orchestrator/console/static/index.html",

@@ -31,19 +31,18 @@ BUDGETS = (
     Budget(("placements/planner",), 2_300),
     Budget(("placements/rules", "placements/explain"), 2_000),
     Budget(("placements/engines",), 1_400),
-    Budget(("workers/engines",), 3_200),
     Budget(("workers/compiled", "orchestrator/compiling"), 1_800),
     Budget(("workers/artifacts",), 2_200),
     Budget(
         (
+            "workers/engines",
             "workers/host",
             "workers/batching",
             "workers/text",
             "workers/serving",
-            "workers/servers",
             "workers/messages",
         ),
-        6_500,
+        9_700,
     ),
     Budget(
         (

@@ -21,7 +21,7 @@ import workers
 from benchmarks.gateway_parts.child import argument, say
 from orchestrator.process.version import corewright_version
 from workers.batching.batcher import Batcher
-from workers.engines.echo import EchoEngine
+from workers.engines.echo.engine import EchoEngine
 from workers.messages.requests import GenerateRequest, TokenEvent
 from workers.messages.wire import Welcome
 from workers.serving.dataplane import DataPlane

@@ -32,7 +32,7 @@ import msgspec
 import uvloop
 
 from benchmarks.gateway_parts.child import argument, say
-from workers.engines.echo import echo_tokens
+from workers.engines.echo.engine import echo_tokens
 
 PROMPTS = 64  # different ones, asked in turn
 CONNECTED_AT_ONCE = 64

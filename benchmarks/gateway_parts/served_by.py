@@ -19,7 +19,7 @@ import msgspec
 
 from benchmarks.gateway_parts.child import argument, say, wait_for_the_end
 from orchestrator.process.addresses import free_port
-from workers.engines.echo import echo_tokens
+from workers.engines.echo.engine import echo_tokens
 
 CLOCK_S = 0.002
 HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]

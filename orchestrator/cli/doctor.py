@@ -35,7 +35,7 @@ from workers.engines.package_contract import Drift
 from workers.host.facts.reading import Places, read_host_facts
 from workers.host.facts.tools import run_tool
 from workers.host.host_facts import devices, host_root, instance_type
-from workers.host.interpreter import NEEDS, Interpreter, probe
+from workers.host.interpreter import Interpreter, probe
 
 IMPORT_S = 120.0  # torch-neuronx, cold, from a network disk
 EMULATED = (
@@ -174,7 +174,7 @@ def _needed(file: SpecFile | None) -> list[tuple[str | None, tuple[str, ...], st
         models = {resolve(model.engine, file.hosts[0], model.kind): model.name for model in reversed(spec.models)}
         for engine in sorted(models):
             launches = capabilities(engine).launches and spec.python_for(engine) is None
-            if engine == "auto" or engine in NEEDS or launches:
+            if engine == "auto" or capabilities(engine).requires or launches:
                 pythons = (spec.python_for(candidate) for candidate in candidates_of(engine))
                 for place in {_place(python) for python in pythons if python is not None} or {_place(None)}:
                     engines_of[place].append(engine)
@@ -201,9 +201,7 @@ def _drift(python: str, engine: str, installed: str) -> Drift:
     try:
         return msgspec.json.decode(output.stdout.splitlines()[-1], type=Drift)
     except (ValueError, IndexError):
-        return Drift(
-            engine, package_contract.PACKAGES[engine], installed, problem=output.problem or "it printed nothing"
-        )
+        return Drift(engine, ENGINES[engine].package or "", installed, problem=output.problem or "it printed nothing")
 
 
 def text(report: Report) -> str:

@@ -13,11 +13,11 @@ from orchestrator.control.fleet_state import FleetState
 from orchestrator.control.host_watch import HostWatch
 from orchestrator.control.record_writer import Level
 from orchestrator.control.resolve.engine_resolution import resolve_engine
+from placements.engines.registry import ENGINES
 from workers.artifacts.fetch.artifact_fetcher import FetchedArtifact, early_start_config, wanted_by, with_folders
 from workers.artifacts.fetch.progress import FetchStatus, size_text
 from workers.compiled.host_sets import compiles
 from workers.compiled.orders import NEEDS_DEVICE
-from workers.messages.engine_protocol import LOADS_ARRIVING
 from workers.messages.replica_config import Keys, ReplicaConfig
 from workers.messages.status import Failure
 
@@ -148,7 +148,7 @@ def lead_of(config: ReplicaConfig, before_weights_s: float | None) -> float | No
     nor compilation ahead. ``before_weights_s`` is the part of the model's last starts before they read weights; None:
     it was not measured.
     """
-    if config.engine not in LOADS_ARRIVING or config.trust_remote_code or compiles(config):
+    if not ENGINES[config.engine].loads_arriving or config.trust_remote_code or compiles(config):
         return None
     return PROCESS_S if before_weights_s is None else before_weights_s
 

@@ -13,6 +13,9 @@ Dtype = Literal["bf16", "fp16", "fp32"]
 BYTES: Mapping[Dtype, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
 Quantization = Literal["int8", "fp8"]
 DraftMethod = Literal["draft_model", "eagle", "eagle3"]
+SourceForm = Literal["hf", "split", "optimum-first", "optimum", "sharded", "precompiled"]
+"""What a source holds: weights for transformers; one file for each weight; an export of Optimum Neuron before 0.4, or
+of 0.4; the weights of each core, by NxD Inference; or a model that NxD Inference compiled."""
 NEURON_INDEX = "--extra-index-url https://pip.repos.neuron.amazonaws.com"
 """The option of pip for AWS's packages: other indexes have placeholders of the same names."""
 SHORTEST_BUCKET = 128
@@ -73,6 +76,11 @@ class Capabilities:
     package: str | None = None  # the import name of AWS's or Hugging Face's package; None: corewright's own code
     requires: tuple[str, ...] = ()  # distributions without which it does not start
     install: str = ""  # how its package comes onto a host
+    transformers: str | None = None  # the first release that its code runs with
+    loads: tuple[SourceForm, ...] = ("hf",)  # the sources that it can load
+    loads_arriving: bool = False  # ``load`` waits for each file of a checkpoint that is still being fetched
+    tokenizer: Literal["checkpoint", "bytes"] | None = "checkpoint"  # of texts; None: only the server makes tokens
+    uses_neuron_cache: bool = False  # its graphs are in Neuron's cache; the others keep complete folders
     options: Mapping[str, OptionRange | None] = field(default_factory=lambda: _NONE)  # None: a boolean
     runs_code: bool = False  # it may run Python code of a checkpoint
     imports_long: bool = True  # its replicas gain from a warm process
@@ -153,6 +161,10 @@ class Capabilities:
     def traces(self, buckets: Sequence[int], longest: int, rows: int, options: Mapping[str, object]) -> Traces | None:
         """Returns the shapes of an encoder with ``rows`` in a batch; None if it is not compiled."""
         return None
+
+    def compiles(self, options: Mapping[str, object], *, emulated: bool) -> bool:
+        """Returns whether a start with these ``engine_options`` compiles artifacts that are kept."""
+        return self.runs_on == "neuron"
 
     def misread(self, config: Mapping[str, Any], transformers: str | None) -> str:
         """Returns what it reads wrongly of a decoded config.json with that version of transformers (None: unknown);

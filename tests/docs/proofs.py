@@ -88,10 +88,10 @@ RECOVERY = {
     "The [server]": (
         f"{FLEETS}servers.py::test_a_killed_server_loses_no_request",
         f"{FLEETS}servers.py::test_whatever_process_is_killed_the_replica_returns_and_no_request_is_lost",
-        "workers/servers/test_keeper.py::test_the_death_of_the_first_process_ends_the_others",
+        "workers/engines/test_keeper.py::test_the_death_of_the_first_process_ends_the_others",
     ),
     "The keeper of a server is stopped.": (
-        "workers/servers/test_keeper.py::test_a_stopped_keeper_goes_on_and_notices_the_end_of_its_server",
+        "workers/engines/test_keeper.py::test_a_stopped_keeper_goes_on_and_notices_the_end_of_its_server",
         f"{FLEETS}servers.py::test_whatever_process_is_killed_the_replica_returns_and_no_request_is_lost",
     ),
     "Tokenizer processes are stopped.": (

@@ -9,11 +9,10 @@ import pytest
 
 from orchestrator.cli.bootstrap import MachineSituation, bootstrap
 from placements.engines.nxd_inference.capabilities import NXD_VERSIONS
-from placements.engines.registry import Engine, sdks_with
+from placements.engines.registry import ENGINES, Engine, sdks_with
 from placements.facts.neuron_releases import ENVIRONMENTS, SDKS, Environment, environments_on, sdk_named
 from placements.facts.versions import series
 from tests.docs.pages import ROOT
-from workers.host.interpreter import PROVIDED_BY
 
 FILES = [
     ROOT / "README.md",
@@ -93,9 +92,9 @@ def test_the_table_of_the_page_is_that_of_the_releases() -> None:
 def test_pages_and_hints_name_the_last_release_with_an_engine() -> None:
     """Where a user without the engine reads it."""
     last = {engine: sdks_with(engine, "inf2")[-1].series for engine in ("nxd-inference", "transformers-neuronx")}
-    assert f"Neuron SDK {last['transformers-neuronx']} and before" in PROVIDED_BY["transformers-neuronx"]
+    assert f"Neuron SDK {last['transformers-neuronx']} and before" in ENGINES["transformers-neuronx"].install
     assert f"runs on Neuron SDK {last['transformers-neuronx']} at most" in words(ROOT / "docs" / "from-vllm-and-lmi.md")
-    assert f"up to SDK {last['nxd-inference']};" in (ROOT / "workers/engines/nxd_inference/package.py").read_text()
+    assert f"up to SDK {last['nxd-inference']};" in ENGINES["nxd-inference"].install
 
 
 def test_the_page_of_engines_pairs_releases_as_the_table_does() -> None:

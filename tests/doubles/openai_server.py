@@ -31,7 +31,7 @@ from typing import Any
 from aiohttp import web
 
 from tests.doubles.machine import make_interpreter
-from workers.engines.echo import echo_tokens
+from workers.engines.echo.engine import echo_tokens
 
 VERSION = "0.32.0"
 MOST_LOGPROBS = 20

@@ -17,7 +17,7 @@ import httpx
 
 from orchestrator.process.home import Home
 from tests.fleet import Fleet, LiveFleet, until
-from workers.engines.echo import echo_tokens
+from workers.engines.echo.engine import echo_tokens
 
 Question = tuple[dict[str, Any], str]  # the body of a completion, and the text that answers it
 ANSWER_DEADLINE_S = (

@@ -12,7 +12,7 @@ import workers
 from orchestrator.process.version import corewright_version
 from tests.served import EPOCH, TOKEN
 from workers.batching.encode_batcher import EncodeBatcher
-from workers.engines.echo import EchoEncoder
+from workers.engines.echo.engine import EchoEncoder
 from workers.messages.encoder_protocol import EncodeEngine, EncodeInput
 from workers.messages.requests import GenerateRequest
 from workers.messages.wire import Welcome

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from tests.fleet import until
-from workers.engines.echo import echo_tokens
+from workers.engines.echo.engine import echo_tokens
 
 ANSWER_S = 10.0  # for the answer to anything
 CONNECT_S = 10.0

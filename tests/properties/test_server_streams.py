@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.searches import search
+from workers.engines.server.completion_stream import ServerError, StreamReader
+from workers.engines.server.forwarded_answer import EventReader, ForwardedRequest
 from workers.messages.requests import Forwarded
-from workers.servers.completion_stream import ServerError, StreamReader
-from workers.servers.forwarded_answer import EventReader, ForwardedRequest
 
 REQUEST = ForwardedRequest(Forwarded("/v1/completions", b'{"model": "m", "prompt": "a", "stream": true}'))
 

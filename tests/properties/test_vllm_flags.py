@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from placements.engines.options import Option, ValueKind
 from placements.engines.vllm.capabilities import Plugin, Version
 from placements.engines.vllm.flags import FLAGS, check_flags
-from tests.workers.servers.test_vllm_command import command_line
+from tests.workers.engines.test_vllm_command import command_line
 
 TEXTS = st.sampled_from(["x", "-x", "--uds=/other", "--max-num-seqs", "a b", ""])
 SCALARS = TEXTS | st.integers(-9, 9) | st.booleans()

@@ -7,9 +7,18 @@ from typing import Any
 
 from tests.workers.nxdi_traffic import MAX_LEN
 from workers.engines.nxd_inference.engine import NxdEngine
-from workers.messages.engine_protocol import DeviceSampling
 
 Rows = Sequence[Sequence[int]]
+
+
+class Called(NxdEngine):
+    """An engine whose calls of the model can be changed in one place."""
+
+    def _forward(self, slots: Sequence[int], **inputs: Sequence[Sequence[int]]) -> Any:
+        return self._call(slots, inputs["input_ids"], inputs["attention_mask"], inputs["position_ids"])
+
+    def _call(self, slots: Sequence[int], ids: Rows, mask: Any, positions: Rows) -> Any:
+        return super()._forward(slots, input_ids=ids, attention_mask=mask, position_ids=positions)
 
 
 class SwappedRows(NxdEngine):
@@ -21,7 +30,7 @@ class SwappedRows(NxdEngine):
         return [output_rows[row] for row in order] if isinstance(output_rows, list) else output_rows[order]
 
 
-class PositionsOffByOne(NxdEngine):
+class PositionsOffByOne(Called):
     """A step writes one position further on, but for the slot's end, where that would be noticed."""
 
     def _call(self, slots: Sequence[int], ids: Rows, mask: Any, positions: Rows) -> Any:
@@ -30,7 +39,7 @@ class PositionsOffByOne(NxdEngine):
         return super()._call(slots, ids, mask, positions)
 
 
-class PromptOffByOne(NxdEngine):
+class PromptOffByOne(Called):
     """A prompt is counted from 1, except for its first token, which distinguishes a prompt from a step."""
 
     def _call(self, slots: Sequence[int], ids: Rows, mask: Any, positions: Rows) -> Any:
@@ -93,7 +102,7 @@ class IdleSlotAtPosition0(NxdEngine):
         return [*some[:last], alone[last]] if isinstance(some, list) else torch.cat([some[:last], alone[last:]])
 
 
-class PaddingOnTheLeft(NxdEngine):
+class PaddingOnTheLeft(Called):
     """Shorter prompts of a call are moved to its right end."""
 
     def _call(self, slots: Sequence[int], ids: Rows, mask: Any, positions: Rows) -> Any:
@@ -107,7 +116,7 @@ class PaddingOnTheLeft(NxdEngine):
         return super()._call(slots, ids, mask, positions)
 
 
-class MaskWithTheNewToken(NxdEngine):
+class MaskWithTheNewToken(Called):
     """The mask of a step counts the step's own token, whose place in the cache holds what was there before."""
 
     def _call(self, slots: Sequence[int], ids: Rows, mask: Any, positions: Rows) -> Any:
@@ -118,7 +127,7 @@ class MaskWithTheNewToken(NxdEngine):
         return super()._call(slots, ids, mask, positions)
 
 
-class WideMask(NxdEngine):
+class WideMask(Called):
     """The mask of every step is as wide as a slot, as early versions of the package infer it."""
 
     def _call(self, slots: Sequence[int], ids: Rows, mask: Any, positions: Rows) -> Any:
@@ -131,8 +140,8 @@ class WideMask(NxdEngine):
 class TopKOff(NxdEngine):
     """Greedy requests go to the device with top_k 0, which is "off" elsewhere."""
 
-    def _sampling_params(self, how: Sequence[DeviceSampling]) -> Any:
-        parameters = super()._sampling_params(how)
+    def _sampling_params(self, slots: Sequence[int]) -> Any:
+        parameters = super()._sampling_params(slots)
         parameters[:, 0] = 0
         return parameters
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from placements.engines.registry import capabilities
 from workers.compiled.file_states import Part, parts, sync_folder, sync_to_disk
 from workers.compiled.manifest import LOCK_FILE, missing_files, name_of, plain_of, record_of, write_record
 from workers.host import file_lock
@@ -204,12 +205,8 @@ def compiling(name: str, where: str) -> Iterator[None]:
 
 
 def compiles(config: ReplicaConfig) -> bool:
-    """Returns whether the config's engine compiles artifacts that are kept."""
-    if config.engine == "cpu":
-        return bool(config.engine_options.get("compile"))
-    if config.engine == "vllm":
-        return config.claims is None  # on emulated hosts, its CPU back end compiles nothing
-    return config.engine != "echo"
+    """Returns whether a start of ``config`` compiles artifacts that are kept."""
+    return capabilities(config.engine).compiles(config.engine_options, emulated=config.claims is not None)
 
 
 Tell = Callable[[int, int], None]

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 from msgspec.structs import replace
 
+from placements.engines.registry import ENGINES
 from workers.artifacts.sources.listing import SourceError
 from workers.compiled import neuron_cache, shared_sets
 from workers.compiled.file_states import damaged, files_below
@@ -39,7 +40,7 @@ from workers.messages.engine_protocol import EngineLoadError
 from workers.messages.replica_config import ReplicaConfig
 from workers.messages.status import Failure
 
-CACHED = "transformers-neuronx"  # the engine that uses Neuron's cache; the others keep complete sets
+CACHED = frozenset(name for name, engine in ENGINES.items() if engine.uses_neuron_cache)
 HERE = Prediction("hit", "compiled", "it was compiled on this host")
 BESIDE = "compiled"  # folder of a checkpoint with NEFFs from Optimum
 
@@ -156,7 +157,7 @@ class CachedGraphs:
         cache, localized = cache_of(self.environment, self.root)
         if cache is None:
             return
-        name, is_shared = name_of(wanted), wanted.get("engine") == CACHED
+        name, is_shared = name_of(wanted), wanted.get("engine") in CACHED
         place = str(cache) if localized is None else localized.location
         records = {record.name: record for record in records_in(cache)}
         proof, mine, remote_graphs = Proof(cache, records.values()), records.get(name), frozenset[str]()
@@ -183,7 +184,7 @@ class CachedGraphs:
 
     def fetch(self, wanted: Mapping[str, Any]) -> Fetched | None:
         _, localized = cache_of(self.environment, self.root)
-        if localized is None or wanted.get("engine") != CACHED:
+        if localized is None or wanted.get("engine") not in CACHED:
             return None
         got = pull_for(localized, wanted)
         return Fetched(f"{len(got.entries)} graphs of the {{}}", got.bytes) if got.entries else None
@@ -208,7 +209,7 @@ def places_for(unit: Buildable, config: ReplicaConfig, ahead: bool = False) -> t
         places.append(HostSets(root, unit.is_whole))
         if config.neff_cache:
             places.append(SharedSets(config.neff_cache, root))
-        is_cached = unit.manifest.get("engine") == CACHED
+        is_cached = unit.manifest.get("engine") in CACHED
         if is_cached and not ahead and (shipped := shipped_graphs(unit.source, environment)) is not None:
             places.append(shipped)
     return (*places, CachedGraphs(environment, root))

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from placements.engines.registry import ENGINES
 from workers.artifacts.fetch.artifact_fetcher import ArtifactFetcher, wanted_by, with_folders
 from workers.artifacts.fetch.progress import FetchStatus, Progress
 from workers.artifacts.fetch.single_flight import End, SingleFlight, Work
@@ -43,7 +44,6 @@ DOING = {  # the error of a process without a result, and what it did
 }
 _OF_ONE_REPLICA = {"replica": 0, "epoch": 0, "socket": "", "token": "", "log": "", "credentials": None, "cores": []}
 ASK_S = 120.0 + PATIENCE_S  # to import an engine's package on a busy host, and for a cache that does not answer
-GIVEN = ("nxd-inference", "optimum-neuron")  # they compile, except for a precompiled source
 LOOKS = 8  # maximum concurrent checks and predictions
 CPUS_FOR_ONE = 2  # importing an engine's package keeps one busy, while replicas serve
 
@@ -143,7 +143,7 @@ def starts(config: ReplicaConfig, predicted: Predicted) -> list[Wanted]:
     if predicted.wanted:
         return predicted.wanted
     source, prediction = config.source or "", predict(None, [])
-    if config.engine in GIVEN:
+    if ENGINES[config.engine].stores_shards:
         prediction = Prediction("hit", "source", "the source is precompiled for the model's settings", source)
     return [
         Wanted(role="model", source=source, manifest={}, folder="", complete=True, ahead=False, prediction=prediction)

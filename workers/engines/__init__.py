@@ -1,1 +1,1 @@
-"""The engines, each in a folder or module of its own that imports its libraries only when it is opened."""
+"""The engines, each in a folder with its runner, which imports its libraries only when it is opened."""

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from workers.compiled.compile_session import CompileSession
-from workers.compiled.host_sets import LockedEntry, compiling
+from workers.compiled.host_sets import Buildable, LockedEntry, compiling, entry
 from workers.engines.engine_setup import LoadableEngine
 from workers.host.json_process import ChildRequest, encoded, read_request
 from workers.messages.engine_protocol import DeviceSampling, EngineLoadError, EngineSpec
@@ -50,6 +50,23 @@ class CompiledEngine(LoadableEngine[EngineSpec]):
         """Release the model. The cores are free when the process exits."""
         self._spec = None
         self._model = None
+
+    def _sampling_params(self, slots: Sequence[int]) -> Any:
+        """Returns ``[len(slots), 3]`` float32: top_k, top_p, temperature."""
+        import torch
+
+        rows = [self._slot_sampling[slot] for slot in slots]
+        return torch.tensor([[float(row.top_k), float(row.top_p), float(row.temperature)] for row in rows])
+
+
+def compiled_folder(unit: Buildable, root: Path) -> Path:
+    """Returns the entry of ``unit`` in ``root``, compiled if needed. A complete entry stays, so others may load it as
+    well."""
+    assert unit.make is not None
+    with entry(root, unit.manifest) as held:
+        if not held.complete:
+            unit.make(held, lambda done, total: None)
+    return held.path
 
 
 S = TypeVar("S", bound=msgspec.Struct)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import msgspec
 
+from placements.engines.registry import ENGINES
 from workers.batching.buckets import checked_buckets
 from workers.messages.encoder_protocol import EncoderSpec
 from workers.messages.engine_protocol import EngineLoadError, EngineSpec
@@ -48,6 +49,16 @@ def source_of(config: ReplicaConfig) -> Path:
         fact = f"the {config.engine} engine needs a checkpoint"
         raise EngineLoadError("source-missing", fact, "set `source` to a folder")
     return Path(config.source)
+
+
+def kept_in(config: ReplicaConfig) -> Path | None:
+    """Returns the folder of kept artifacts, if they are kept."""
+    return None if config.compiled is None else Path(config.compiled)
+
+
+def not_installed(engine: str, name: str) -> EngineLoadError:
+    """Returns the error of an engine without a package that it imports."""
+    return EngineLoadError("engine-not-installed", f"the {engine} engine needs {name}", ENGINES[engine].install)
 
 
 def dtype_on(engine: str, dtype: str, names: Mapping[str, str] = TORCH_DTYPES) -> str:

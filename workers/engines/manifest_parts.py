@@ -26,6 +26,9 @@ KEPT = "digests.json"  # path -> stamp and digest
 # Environment variables that the compiler (NxD Inference: through ``with_flags``) and torch-xla read.
 READ = ("NEURON_CC_FLAGS", "XLA_HANDLE_SPECIAL_SCALAR", "UNSAFE_FP8FNCAST")
 
+# What graphs on NeuronX Distributed depend on, besides the package of the engine.
+NXD_PACKAGES = ("neuronx-distributed", "neuronx-cc", "torch-neuronx", "libneuronxla", "torch", "transformers")
+
 Stamp = tuple[int, int, int, int]  # device, inode, size, time of the last change in ns
 
 
@@ -35,6 +38,11 @@ def version_of(distribution: str) -> str:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return ""
+
+
+def versions_of(distributions: Iterable[str]) -> dict[str, str | None]:
+    """Returns the version of each; None where there is none by that name."""
+    return {name: version_of(name) or None for name in distributions}
 
 
 def neuron_build() -> dict[str, Any]:

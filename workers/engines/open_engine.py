@@ -1,50 +1,23 @@
-"""Opens the engine that a replica's configuration names, and lists what it compiles.
-
-An engine's module imports the engine's package, so that it is imported only when it is needed.
-"""
+"""Finds the runner of the engine that a replica's configuration names, and opens the engine."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping
 from importlib import import_module
-from types import MappingProxyType
-from typing import Any, cast
 
+from placements.engines.registry import ENGINES
 from workers.compiled.host_sets import Buildable
+from workers.engines.runner import Runner
 from workers.messages.encoder_protocol import EncodeEngine
 from workers.messages.engine_protocol import EngineLoadError, GenerateEngine
 from workers.messages.replica_config import ReplicaConfig
 
-GENERATING: Mapping[str, str] = MappingProxyType(
-    {
-        "cpu": "workers.engines.cpu.engine:open_cpu",
-        "echo": "workers.engines.echo:open_echo",
-        "transformers-neuronx": "workers.engines.transformers_neuronx.engine:open_transformers_neuronx",
-        "nxd-inference": "workers.engines.nxd_inference.block_engine:open_neuronx_distributed",
-        "optimum-neuron": "workers.engines.optimum_neuron.engine:open_optimum",
-    }
-)
-"""Engine -> the function that opens it, as MODULE:NAME."""
 
-ENCODING: Mapping[str, str] = MappingProxyType(
-    {
-        "cpu": "workers.engines.encoder.cpu:open_cpu_encoder",
-        "echo": "workers.engines.echo:open_echo_encoder",
-        "torch-neuronx": "workers.engines.torch_neuronx.engine:open_torch_neuronx",
-    }
-)
-
-COMPILING: Mapping[str, str] = MappingProxyType(
-    {
-        "cpu": "workers.engines.cpu.engine:buildables",
-        "transformers-neuronx": "workers.engines.transformers_neuronx.engine:buildables",
-        "nxd-inference": "workers.engines.nxd_inference.engine:buildables",
-        "torch-neuronx": "workers.engines.torch_neuronx.engine:buildables",
-        "optimum-neuron": "workers.engines.optimum_neuron.engine:buildables",
-    }
-)
+def runner_of(engine: str) -> Runner:
+    """Returns the runner of an engine of the registry, whose package is imported only when the engine is opened."""
+    runner: Runner = import_module(f"workers.engines.{ENGINES[engine].module}.runner").RUNNER
+    return runner
 
 
 def hide_progress_bars() -> None:
@@ -62,27 +35,37 @@ def hide_progress_bars() -> None:
 
 def open_engine(config: ReplicaConfig) -> GenerateEngine:
     """Returns the engine, not loaded yet. Raises EngineLoadError for one that this host does not have."""
-    return cast(GenerateEngine, _call(GENERATING, config))
+    generate = runner_of(config.engine).generate
+    if generate is None:
+        raise _unable(config)
+    _prepare(config)
+    return generate(config)
 
 
 def open_encoder(config: ReplicaConfig) -> EncodeEngine:
     """Returns the engine of a model that does not generate, not loaded yet. Raises EngineLoadError."""
     assert config.kind != "generate"
-    return cast(EncodeEngine, _call(ENCODING, config, what=f" for kind {config.kind}"))
+    encode = runner_of(config.engine).encode
+    if encode is None:
+        raise _unable(config)
+    _prepare(config)
+    return encode(config)
 
 
 def buildables(config: ReplicaConfig, read: bool) -> list[Buildable]:
     """Returns what a start of ``config`` compiles. With ``read`` False, no weights are read for their digests. Raises
     EngineLoadError."""
-    return [] if config.engine == "echo" else cast(list[Buildable], _call(COMPILING, config, read))
+    build = runner_of(config.engine).buildables
+    _prepare(config)
+    return [] if build is None else build(config, read)
 
 
-def _call(table: Mapping[str, str], config: ReplicaConfig, *arguments: object, what: str = "") -> Any:
-    if config.engine not in table:
-        *names, last = table
-        message = f"this version has no engine {config.engine!r}{what}"
-        raise EngineLoadError("engine-not-installed", message, f"use {', '.join(names)} or {last}")
-    if config.engine != "echo":
+def _prepare(config: ReplicaConfig) -> None:
+    if ENGINES[config.engine].imports_long:
         hide_progress_bars()
-    module, _, name = table[config.engine].partition(":")
-    return getattr(import_module(module), name)(config, *arguments)
+
+
+def _unable(config: ReplicaConfig) -> EngineLoadError:
+    *names, last = (name for name, engine in ENGINES.items() if config.kind in engine.kinds)
+    message = f"the engine {config.engine} does not serve models of kind {config.kind}"
+    return EngineLoadError("engine-not-installed", message, f"use {', '.join(names)} or {last}")

@@ -1,6 +1,6 @@
 """The contract with the Neuron packages: the recorded API that adapters use, and an installed package's drift from it.
 
-The record is workers/engines/surfaces/<package>.json. Nothing here uses a device: the packages reserve cores with their
+The record is surface.json in the engine's folder. Nothing here uses a device: the packages reserve cores with their
 first operation, not at import. Needs only the standard library, so that any interpreter can run it; this prints a drift
 as JSON: ``python -c "import runpy; runpy.run_path('.../package_contract.py', run_name='__main__')" ENGINE``.
 """
@@ -23,14 +23,6 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
-
-SURFACES = Path(__file__).parent / "surfaces"
-# As in placements.engines, which another interpreter may lack.
-PACKAGES: Mapping[str, str] = {
-    "transformers-neuronx": "transformers_neuronx",
-    "nxd-inference": "neuronx_distributed_inference",
-    "optimum-neuron": "optimum.neuron",
-}
 
 
 @dataclass(frozen=True)
@@ -66,18 +58,15 @@ class Drift:
 
 @cache
 def surface(engine: str) -> Mapping[str, Any]:
-    """Returns the record: ``versions`` -> signatures, classes, options. Raises KeyError for an engine without one."""
-    record: Mapping[str, Any] = json.loads((SURFACES / _file(PACKAGES[engine])).read_text())
+    """Returns the record: ``package``, its import name, and ``versions`` -> signatures, classes, options."""
+    folder = Path(__file__).with_name(engine.replace("-", "_"))
+    record: Mapping[str, Any] = json.loads((folder / "surface.json").read_text())
     return record
 
 
-def _file(package: str) -> str:
-    return f"{package.replace('.', '_')}.json"
-
-
 def drift(engine: str) -> Drift:
-    """Compare the installed package, importing it if present. Raises KeyError for an engine without a contract."""
-    package = PACKAGES[engine]
+    """Compare the installed package, importing it if present. Raises OSError for an engine without a contract."""
+    package = str(surface(engine)["package"])
     installed = installed_version(package)
     if installed is None:
         return Drift(engine, package, None)
@@ -151,7 +140,9 @@ def _compare(engine: str, installed: str, version: str, recorded: Mapping[str, A
         ):  # else options are not read by name, and are unknown
             removed += [f"{short}: {option}" for option in options if option not in installed_options]
             added += [f"{short}: {option}" for option in sorted(installed_options - set(options))]
-    return Drift(engine, PACKAGES[engine], installed, version, True, tuple(removed), tuple(added), tuple(changed))
+    return Drift(
+        engine, str(surface(engine)["package"]), installed, version, True, tuple(removed), tuple(added), tuple(changed)
+    )
 
 
 def _difference(expected: Sequence[str], installed: Sequence[str]) -> str:

@@ -10,7 +10,8 @@ from zipfile import is_zipfile
 
 import msgspec
 
-from workers.artifacts.sources.layout import COMPILED, INDEX, NEURON_CONFIG, SPLIT
+from workers.artifacts.sources.layout import COMPILED, INDEX, NEURON_CONFIG, SPLIT, names_in
+from workers.artifacts.sources.listing import Listing
 from workers.engines.checkpoint_files import read_config, read_json
 from workers.host import foreign_files
 from workers.messages.engine_protocol import EngineLoadError
@@ -92,6 +93,17 @@ _BITS = {
     **dict.fromkeys(("I64", "U64", "F64", "C64"), 64),
 }
 """Bits of one element, by safetensors' name of its dtype."""
+
+
+def names_of(source: Path) -> frozenset[str]:
+    """Returns the names of all files of a source, including those that are not fetched yet."""
+    from workers.artifacts.sources.source_metadata import MARK
+
+    try:  # the small files of a remote source, with a list of all
+        listing = foreign_files.read_bytes(source / MARK)
+    except OSError:
+        return frozenset(names_in(source))
+    return frozenset(file.name for file in msgspec.json.decode(listing, type=Listing).files)
 
 
 def index_of(file: Path) -> Path:

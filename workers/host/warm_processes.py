@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
+from placements.engines.registry import ENGINES
 from workers.host import fork_client
-from workers.host.fork_server import ENVIRONMENT, IMPORTS, LEAST_BYTES, refusal
+from workers.host.fork_server import ENVIRONMENT, LEAST_BYTES, refusal
 from workers.host.host_facts import available_memory
 from workers.host.lifetime import Process, end_process, is_alive, is_stopped, pid_space, process_start
 
@@ -122,7 +123,7 @@ class WarmProcesses:
         warm = self._processes.get(key)
         if warm is not None and warm.is_usable:
             return warm
-        if engine not in IMPORTS:
+        if engine not in ENGINES or not ENGINES[engine].imports_long:
             return "the engine has no warm process"
         if warm is not None and time.monotonic() < warm.started + RETRY_S:
             return f"its warm process has ended, and another one is started {RETRY_S:.0f} s after its start"

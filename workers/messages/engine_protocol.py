@@ -6,11 +6,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-LOADS_ARRIVING: frozenset[str] = frozenset({"cpu"})
-"""The engines whose ``load`` may run while the checkpoint is still being fetched: they wait for each file before they
-read it, and return when the checkpoint is complete (`workers.artifacts.fetch.arrival`). This excludes checkpoints that
-run code of their own, which may read any file, and the Neuron packages, which open files themselves."""
-
 
 @dataclass(frozen=True)
 class EngineSpec:

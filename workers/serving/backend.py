@@ -9,13 +9,13 @@ from typing import Protocol
 
 import msgspec.structs
 
-from placements.engines.registry import SERVER_ENGINES
+from placements.engines.registry import ENGINES
 from workers.artifacts.sources.listing import SourceError
 from workers.batching.batcher import Batcher
 from workers.batching.encode_batcher import EncodeBatcher
 from workers.batching.step_loop import BatcherStats
 from workers.engines.checkpoint_files import contents_of
-from workers.engines.open_engine import open_encoder, open_engine
+from workers.engines.open_engine import open_encoder, open_engine, runner_of
 from workers.host import host_facts
 from workers.host.core_claims import CoreClaim, CoresTaken
 from workers.host.facts.reading import who_holds
@@ -60,18 +60,13 @@ def local_contents(config: ReplicaConfig) -> str:
 def open_backend(config: ReplicaConfig, claim: CoreClaim | None, emit: Callable[[list[TokenEvent]], None]) -> Backend:
     """Loads the model and returns the backend, whose ``run`` is still to be called on a thread of its own. ``claim``
     stays held while a process of the backend lives. Raises EngineLoadError."""
-    if config.engine in SERVER_ENGINES:
-        from workers.servers.completion_relay import CompletionRelay
+    serve = runner_of(config.engine).serve
+    if serve is not None:
+        from workers.engines.server.completion_relay import CompletionRelay
 
-        held = () if claim is None else claim.descriptors
-        if config.server is not None:
-            from workers.servers.command_server import start_server
-
-            return CompletionRelay(start_server(config, held), None, emit)
-        from workers.servers.vllm_engine import start_vllm
-
-        server = start_vllm(config, held)
-        return CompletionRelay(server, load_tokenizer(config.engine, config.source), emit)
+        server = serve(config, () if claim is None else claim.descriptors)
+        tokenizes = ENGINES[config.engine].tokenizer is not None
+        return CompletionRelay(server, load_tokenizer(config.engine, config.source) if tokenizes else None, emit)
     if config.kind != "generate":
         encoder = open_encoder(config)
         encoder.load()

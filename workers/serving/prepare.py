@@ -15,13 +15,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from placements.engines.registry import SERVER_ENGINES
+from placements.engines.registry import ENGINES
 from workers.artifacts.sources.listing import SourceError
 from workers.artifacts.store.artifact_uses import using
-from workers.compiled.host_sets import Buildable
 from workers.compiled.orders import BuildTrouble, Checked, Order, Predicted, Reply
 from workers.compiled.places import ensure, find, wanted_of
-from workers.engines.open_engine import buildables, hide_progress_bars
+from workers.engines.open_engine import buildables, hide_progress_bars, runner_of
 from workers.engines.weight_files import check_checkpoint
 from workers.host import host_facts
 from workers.host.json_process import answering, read_request
@@ -41,35 +40,25 @@ def check(config: ReplicaConfig) -> Checked:
     """Checks all that a start of ``config`` needs except cores: tokenizer, config.json, headers of weights, the
     engine's package and its view of the settings. Only its command can check the source of the engine server. Raises
     EngineLoadError, and errors of imports."""
-    if config.engine in ("echo", "server"):
+    if ENGINES[config.engine].tokenizer != "checkpoint":
         return Checked()
     hide_progress_bars()
     for folder in (config.source, config.draft_source):
         if folder is not None:
             check_checkpoint(Path(folder), allow_pickle=config.allow_pickle)
     load_tokenizer(config.engine, config.source)
-    if config.engine == "cpu":
-        from workers.engines.cpu.engine import check as check_cpu
-
-        check_cpu(config)
-    elif config.engine not in SERVER_ENGINES:
-        buildables_of(config, read=False)
+    check_engine = runner_of(config.engine).check
+    if check_engine is None:
+        buildables(config, read=False)
+    else:
+        check_engine(config)
     return Checked()
-
-
-def buildables_of(config: ReplicaConfig, read: bool) -> list[Buildable]:
-    """Returns what a start of ``config`` compiles. Raises EngineLoadError."""
-    if config.engine == "vllm":
-        from workers.servers.vllm_engine import buildables as of_vllm
-
-        return of_vllm(config, read)
-    return buildables(config, read)
 
 
 def predict(config: ReplicaConfig, *, read: bool = False, ahead: bool = False) -> Predicted:
     """Returns the artifacts that a start of ``config`` needs, in the replica's environment, and where it gets them.
     ``read`` and ``ahead``: as in ``Order``. Raises EngineLoadError."""
-    wanted = [wanted_of(config, unit, find(unit, config, ahead)) for unit in buildables_of(config, read)]
+    wanted = [wanted_of(config, unit, find(unit, config, ahead)) for unit in buildables(config, read)]
     return Predicted(engine=config.engine, wanted=wanted)
 
 
@@ -88,7 +77,7 @@ def run(command: str, order: Order, report: Report) -> bool:
             elif command == "predict":
                 report(predict(config, read=order.read, ahead=order.ahead))
             else:
-                units = buildables_of(config, read=order.make)
+                units = buildables(config, read=order.make)
                 report(ensure(units, config, report, push=order.push, make=order.make))
             return True
     except (EngineLoadError, SourceError) as error:

@@ -23,10 +23,11 @@ import ray
 from ray.util.metrics import Counter, Gauge
 
 import workers
-from placements.engines.registry import SERVER_ENGINES, capabilities
+from placements.engines.registry import ENGINES
 from workers.artifacts.fetch.arrival import read_ahead
 from workers.artifacts.store.artifact_uses import using
 from workers.compiled import host_sets
+from workers.engines.open_engine import runner_of
 from workers.host import fork_server, host_facts, private_file
 from workers.host.core_claims import CoreClaim
 from workers.host.lifetime import since_boot
@@ -132,7 +133,7 @@ class Replica:
     @_ctl
     def set_adapters(self, config: ReplicaConfig) -> Failure | None:
         """Serves the LoRA adapters of ``config`` instead of its own. Returns why it cannot."""
-        from workers.servers.completion_relay import CompletionRelay  # no other backend has adapters
+        from workers.engines.server.completion_relay import CompletionRelay  # no other backend has adapters
 
         assert isinstance(self._batcher, CompletionRelay)
         with contextlib.ExitStack() as uses:
@@ -183,9 +184,7 @@ class Replica:
         host_facts.pin_to(config.env.get("COREWRIGHT_CPUS"))
         for folder in config.fetched_folders().values():
             self._uses.enter_context(using(folder))
-        if (
-            config.engine not in SERVER_ENGINES and not capabilities(config.engine).stores_shards
-        ):  # a server, or what a compile has saved
+        if runner_of(config.engine).serve is None and not ENGINES[config.engine].stores_shards:
             threading.Thread(target=read_ahead, args=(weights_of(config),), name="read ahead", daemon=True).start()
         if config.claims is not None and config.cores:
             self._claim = CoreClaim(Path(config.claims), config.cores)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
+from placements.engines.registry import ENGINES
 from workers.host import foreign_files
 from workers.messages.encoder_protocol import EncodeInput
 from workers.messages.engine_protocol import EngineLoadError
@@ -137,12 +138,16 @@ class Tokenizer(PromptTokenizer, Protocol):
         ...
 
 
+OF_BYTES = frozenset(name for name, engine in ENGINES.items() if engine.tokenizer == "bytes")
+"""The engines whose tokens are bytes."""
+
+
 def load_tokenizer(engine: str, path: str | None) -> Tokenizer:
-    """Returns the tokenizer of a model directory; a byte tokenizer for the echo engine, which needs no directory.
+    """Returns the tokenizer of a model directory; a byte tokenizer for an engine that needs no directory.
 
     Raises ``EngineLoadError`` with the id ``no-tokenizer`` or ``bad-tokenizer``.
     """
-    if engine == "echo":
+    if engine in OF_BYTES:
         return ByteTokenizer()
     if path is None:
         raise EngineLoadError("no-tokenizer", f"the engine {engine} has no model directory to load a tokenizer from")

@@ -35,7 +35,7 @@ from workers.host.lifetime import is_stopped
 from workers.messages.encoder_protocol import EncodeInput
 from workers.messages.engine_protocol import EngineLoadError
 from workers.text.input_tokens import InputTexts
-from workers.text.tokenizer import ByteTokenizer, PromptTokenizer, TemplateInput, TooManyTokens, unicode
+from workers.text.tokenizer import OF_BYTES, ByteTokenizer, PromptTokenizer, TemplateInput, TooManyTokens, unicode
 from workers.text.tokenizer_process import ERRORS, Loaded, TokenizerReply
 
 LOAD_S = 60.0  # CPU time for a loader to load its tokenizer
@@ -314,7 +314,7 @@ def load_apart(
 ) -> PromptTokenizer:
     """Like ``load_tokenizer``, in the processes of a pool. ``lower_case`` and ``content`` are those of
     ``TokenizerProcess``."""
-    if engine == "echo":
+    if engine in OF_BYTES:
         return ByteTokenizer()
     if path is None:
         raise EngineLoadError("no-tokenizer", f"the engine {engine} has no model directory to take a tokenizer from")

@@ -25,7 +25,7 @@ from orchestrator.gateway.openai.request_builder import RequestLimits
 from orchestrator.gateway.serving.tokenizers import layout_of
 from orchestrator.messages.route_table import ModelRoutes
 from placements.facts.encoders import Kind
-from workers.engines.encoder.layout import EncoderLayout
+from workers.engines.encoder_layout import EncoderLayout
 from workers.messages.encoder_protocol import EncodeInput, EncoderKind
 from workers.messages.engine_protocol import EngineLoadError
 from workers.text.input_tokens import InputTexts

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from orchestrator.gateway.openai import errors
 from orchestrator.messages.route_table import ModelRoutes
 from placements.engines.registry import capabilities
-from workers.engines.encoder.layout import EncoderLayout, read_layout
+from workers.engines.encoder_layout import EncoderLayout, read_layout
 from workers.messages.encoder_protocol import EncoderKind
 from workers.messages.engine_protocol import EngineLoadError
 from workers.text.tokenizer import PromptTokenizer

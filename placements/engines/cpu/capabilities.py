@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import MappingProxyType
 
 from placements.engines.capabilities import ON_CPUS, Capabilities, OptionRange, Unused
@@ -11,12 +12,22 @@ FIRST_TRANSFORMERS = "4.57"
 """The first release of transformers that the cpu engine runs with. Other parts of corewright accept earlier ones, which
 images of the Neuron SDK have."""
 
-CAPABILITIES = Capabilities(
+
+class CpuCapabilities(Capabilities):
+    """The engine ``cpu`` compiles if the model asks for it."""
+
+    def compiles(self, options: Mapping[str, object], *, emulated: bool) -> bool:
+        return bool(options.get("compile"))
+
+
+CAPABILITIES = CpuCapabilities(
     engine="cpu",
     runs_on="cpus",
     kinds=KINDS,
     dtype="fp32",
     requires=("torch", "safetensors", "numpy"),
+    transformers=FIRST_TRANSFORMERS,
+    loads_arriving=True,
     options=MappingProxyType(
         {"prefill_chunk": OptionRange(1, 1 << 24, whole=True), "prefix_cache": None, "compile": None}
     ),

@@ -12,6 +12,8 @@ CAPABILITIES = Capabilities(
     runs_on="cpus",
     kinds=KINDS,
     dtype="fp32",
+    loads=(),
+    tokenizer="bytes",
     options=MappingProxyType({"step_ms": OptionRange(0, 3_600_000, whole=False)}),
     imports_long=False,
     reads_checkpoint=False,

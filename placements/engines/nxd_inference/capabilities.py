@@ -90,8 +90,9 @@ CAPABILITIES = NxdCapabilities(
     runs_on="neuron",
     package="neuronx_distributed_inference",
     requires=("neuronx-distributed-inference",),
-    install="AWS's Deep Learning AMI Neuron has it under /opt/aws_neuronx_venv_pytorch_*_nxd_inference; "
-    f"else pip install neuronx-distributed-inference {NEURON_INDEX}",
+    loads=("hf", "sharded", "precompiled"),
+    install="AWS's Deep Learning AMI Neuron has it under /opt/aws_neuronx_venv_pytorch_*_nxd_inference (inf2 and trn1: "
+    f"up to SDK 2.28; trn2: later ones too); else pip install neuronx-distributed-inference {NEURON_INDEX}",
     options=MappingProxyType({"prefix_cache": None}),
     families=tuple(NXD_FAMILIES),
     stores_shards=True,

@@ -44,6 +44,7 @@ CAPABILITIES = OptimumCapabilities(
     runs_on="neuron",
     package="optimum.neuron",
     requires=("optimum-neuron",),
+    loads=("hf", "optimum-first", "optimum", "precompiled"),
     install=f"pip install 'optimum-neuron[neuronx]==0.4.5' {NEURON_INDEX}",
     options=MappingProxyType({"prefill_chunk_size": OptionRange(0, 1 << 24, whole=True)}),
     families=tuple(sorted({name for names in OPTIMUM_FAMILIES.values() for name in names})),

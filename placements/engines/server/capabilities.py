@@ -48,6 +48,7 @@ def filled(text: str, values: Mapping[str, str]) -> str:
 CAPABILITIES = Capabilities(
     engine="server",
     runs_on="server",
+    tokenizer=None,
     imports_long=False,
     forwards=True,
     unused=(

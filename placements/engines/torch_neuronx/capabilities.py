@@ -56,6 +56,7 @@ CAPABILITIES = TorchNeuronxCapabilities(
     runs_on="neuron",
     kinds=tuple(kind for kind in KINDS if kind != "generate"),
     requires=("torch-neuronx", "neuronx-cc", "torch", "safetensors", "numpy", "transformers"),
+    transformers=FIRST_TRANSFORMERS,
     install=f"AWS's Neuron images have it; else pip install torch-neuronx neuronx-cc {NEURON_INDEX}",
     options=MappingProxyType({"compiled_batch": OptionRange(1, 1024, whole=True)}),
     families=TRACED_FAMILIES,

@@ -199,6 +199,8 @@ CAPABILITIES = TnxCapabilities(
     runs_on="neuron",
     package="transformers_neuronx",
     requires=("transformers-neuronx",),
+    loads=("hf", "split", "optimum-first"),
+    uses_neuron_cache=True,
     install=(
         f"AWS's images of Neuron SDK 2.25 and before have it; else pip install transformers-neuronx {NEURON_INDEX}"
     ),

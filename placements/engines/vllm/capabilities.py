@@ -122,6 +122,9 @@ class VllmCapabilities(Capabilities):
         last = RELEASES.index(release_for(machines))
         return None if RELEASES.index(release) <= last else f"{version} does not run on {machines}"
 
+    def compiles(self, options: Mapping[str, object], *, emulated: bool) -> bool:
+        return not emulated  # on emulated hosts, its CPU back end compiles nothing
+
 
 CAPABILITIES = VllmCapabilities(
     engine="vllm",

@@ -20,11 +20,11 @@ from orchestrator.cli.diagnosis import FleetReading, InterpreterReading, Reading
 from orchestrator.cli.doctor import text
 from orchestrator.messages.fleet_status import ReplicaInFleet
 from placements.engines.vllm.capabilities import release_for
+from tests.contracts import PACKAGES
 from tests.doubles import Neuron
 from tests.doubles.machine import Machine, build_machine, make_interpreter
 from tests.orchestrator.fakefleet import LiveAdmin, replica
 from tests.readable import is_readable
-from workers.engines import package_contract
 from workers.engines.package_contract import Drift
 from workers.host.facts.machine import HostFacts, NeuronProcess
 from workers.host.facts.neuron_ls import Device
@@ -338,7 +338,7 @@ def test_the_running_fleet_is_queried(
 
 
 @pytest.mark.slow  # a test of the stand-ins
-@pytest.mark.parametrize("engine", package_contract.PACKAGES)
+@pytest.mark.parametrize("engine", PACKAGES)
 def test_the_stand_ins_have_no_drift(engine: str, machine: Machine, neuron: Neuron) -> None:
     """They have the signatures of the recorded packages."""
     assert doctor_command._drift(str(machine.python), engine, "?").lines() == []

@@ -20,7 +20,7 @@ from tests.doubles.machine import Machine, build_machine
 from tests.readable import is_readable
 from workers.compiled import preparation
 from workers.engines.cpu.engine import CpuEngine
-from workers.engines.echo import EchoEngine
+from workers.engines.echo.engine import EchoEngine
 from workers.host.core_claims import CoreClaim, held_cores
 from workers.messages.engine_protocol import EngineLoadError
 from workers.messages.replica_config import ReplicaConfig

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from tests.fleet import LiveFleet, until
-from workers.engines.echo import echo_tokens
+from workers.engines.echo.engine import echo_tokens
 
 pytestmark = pytest.mark.soak
 

@@ -20,7 +20,7 @@ from tests.doubles.openai_server import lora_weights, make_vllm
 from tests.fleet import LiveFleet, until
 from tests.orchestrator.clients import Admin, Load, Question, Sent, complete, echo_text
 from tests.s3 import S3Server
-from workers.servers.server_process import Address
+from workers.engines.server.server_process import Address
 
 TINY = Path(__file__).parents[3] / "placements" / "examples" / "models" / "tiny"
 SPEC = """\

@@ -17,7 +17,7 @@ from tests.orchestrator.certificates import Authority
 from tests.orchestrator.gateways import LiveGateway, routes
 from tests.orchestrator.hostile import Wire, post
 from tests.served import Served
-from workers.engines.echo import echo_tokens
+from workers.engines.echo.engine import echo_tokens
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 SLOTS = 4

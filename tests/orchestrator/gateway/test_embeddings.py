@@ -25,7 +25,7 @@ from tests.orchestrator.encoded import EncoderReplica, HeldEncoder
 from tests.orchestrator.gateways import VERSION, LiveGateway, routes
 from tests.orchestrator.hostile import Wire, post
 from tests.served import Served
-from workers.engines.echo import WIDTH, EchoEncoder, echo_vector
+from workers.engines.echo.engine import WIDTH, EchoEncoder, echo_vector
 from workers.messages.encoder_protocol import EncodeInput, EncoderSpec
 from workers.messages.requests import AnswerPart, TokenEvent
 
@@ -378,7 +378,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def real(folder: Path) -> Iterator[LiveGateway]:
-    from workers.engines.encoder.cpu import CpuEncoder
+    from workers.engines.cpu.encoder import CpuEncoder
 
     replica = EncoderReplica(CpuEncoder(folder, kind="embedding", rows=8, max_len=MAX_LEN))
     gateway = LiveGateway()

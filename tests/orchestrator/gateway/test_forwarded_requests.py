@@ -357,7 +357,7 @@ def test_a_broken_answer_is_ours_to_report(gateway: LiveGateway, relayed: Make, 
 
 def test_events_without_text_are_bounded(gateway: LiveGateway, relayed: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """A replica keeps only so many bytes of an answer that has not begun, even if its text arrives with them."""
-    monkeypatch.setattr("workers.servers.forwarded_answer.LONGEST_EVENT", 1000)
+    monkeypatch.setattr("workers.engines.server.forwarded_answer.LONGEST_EVENT", 1000)
     role = event({"choices": [{"delta": {"role": "assistant"}}]})
     serve(gateway, relayed(lambda call: call.stream(b"".join([role] * 20 + [*STREAM]))))
 
@@ -422,8 +422,8 @@ def test_a_large_answer_passes_whole(gateway: LiveGateway, relayed: Make) -> Non
 
 def test_a_reader_that_stops_does_not_stop_others(relayed: Make) -> None:
     """A replica sends at most the window of an answer that its gateway does not read, and other answers go on."""
+    from workers.engines.server.completion_relay import WINDOW_BYTES
     from workers.messages.requests import AnswerPart, FinishReason, Forwarded, GenerateRequest, TokenEvent
-    from workers.servers.completion_relay import WINDOW_BYTES
 
     sent: dict[str, list[TokenEvent]] = {"large": [], "small": []}
     replica = relayed(

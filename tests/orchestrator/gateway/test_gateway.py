@@ -21,7 +21,7 @@ from orchestrator.process.logs import Access
 from tests.fleet import until
 from tests.orchestrator.gateways import LiveGateway, routes
 from tests.served import EPOCH, Served
-from workers.engines.echo import echo_tokens
+from workers.engines.echo.engine import echo_tokens
 from workers.messages.wire import PROTOCOL
 
 Make = Callable[..., Served]

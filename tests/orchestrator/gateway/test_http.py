@@ -21,7 +21,7 @@ from tests.fleet import until
 from tests.orchestrator.gateways import LiveGateway, routes
 from tests.orchestrator.hostile import Closed, Raw, Wire, ask, completion, post, request
 from tests.served import Served
-from workers.engines.echo import echo_tokens
+from workers.engines.echo.engine import echo_tokens
 
 BODY_BYTES = 20_000
 HEADER_BYTES = 4096

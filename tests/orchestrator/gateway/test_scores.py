@@ -16,7 +16,7 @@ from orchestrator.gateway.openai.answers import ClassificationList, Ranking, Sco
 from tests.encoders import TYPED, texts
 from tests.orchestrator.encoded import EncoderReplica
 from tests.orchestrator.gateways import VERSION, LiveGateway, routes
-from workers.engines.echo import EchoEncoder, echo_vector
+from workers.engines.echo.engine import EchoEncoder, echo_vector
 from workers.messages.encoder_protocol import EncodeInput
 
 MAX_LEN = 64
@@ -186,7 +186,7 @@ def test_scores_are_those_of_a_cross_encoder(family: str, tmp_path: Path) -> Non
     from sentence_transformers import CrossEncoder
 
     from tests.encoders import save_encoder
-    from workers.engines.encoder.cpu import CpuEncoder
+    from workers.engines.cpu.encoder import CpuEncoder
 
     save_encoder(tmp_path, family, labels=1, **({"type_vocab_size": 2} if family in TYPED else {}))
     replica, gateway = EncoderReplica(CpuEncoder(tmp_path, kind="rerank", rows=4, max_len=20)), LiveGateway()
@@ -209,7 +209,7 @@ def test_classes_are_those_of_transformers_pipeline(tmp_path: Path) -> None:
     from transformers import pipeline
 
     from tests.encoders import save_encoder
-    from workers.engines.encoder.cpu import CpuEncoder
+    from workers.engines.cpu.encoder import CpuEncoder
 
     save_encoder(tmp_path, "bert", labels=3, id2label={0: "bad", 1: "fair", 2: "good"})
     replica, gateway = EncoderReplica(CpuEncoder(tmp_path, kind="classification", rows=4, max_len=64)), LiveGateway()

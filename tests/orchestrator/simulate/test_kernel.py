@@ -19,7 +19,7 @@ from orchestrator.simulate.simulated_replica import SimReplica, SimRequest
 from orchestrator.simulate.virtual_clock import Clock
 from tests.searches import search
 from workers.batching.batcher import Batcher
-from workers.engines.echo import EchoEngine
+from workers.engines.echo.engine import EchoEngine
 from workers.messages.requests import GenerateRequest, TokenEvent
 from workers.text.tokenizer import ByteTokenizer
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from placements.engines.registry import ENGINES
 from tests.workers.fake_remote import DEADLINE_S, FakeRemote, Fetcher
 from workers import engines
 from workers.artifacts.fetch import arrival
@@ -21,7 +22,7 @@ from workers.artifacts.sources.listing import SourceError, Stopped
 from workers.artifacts.store.manifest import Artifact
 from workers.artifacts.store.store import Store
 from workers.engines.cpu.engine import CpuEngine
-from workers.messages.engine_protocol import LOADS_ARRIVING, EngineLoadError
+from workers.messages.engine_protocol import EngineLoadError
 
 FILES = {"config.json": b"{}", "model-1.safetensors": b"1" * 100_000, "model-2.safetensors": b"2" * 100_000}
 LAST, LAST_SHARD = "model-2.safetensors", "model-4.safetensors"
@@ -292,7 +293,7 @@ def test_the_engines_that_may_load_early_are_those_that_wait_for_files() -> None
     folder = Path(engines.__file__).parent
     modules = folder.glob("*/*.py")
     waits = {path.parent.name for path in modules if "workers.artifacts.fetch.arrival" in path.read_text()}
-    assert waits == LOADS_ARRIVING
+    assert waits == {engine.module for engine in ENGINES.values() if engine.loads_arriving}
 
 
 def test_the_cpu_engine_reports_a_failed_fetch_of_a_shard(

@@ -644,7 +644,7 @@ def makes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         held.finish("m")
 
     buildable = Buildable(source=Path("/models/m"), manifest=MANIFEST, make=make)
-    monkeypatch.setattr(prepare, "buildables_of", lambda config, read: [buildable])
+    monkeypatch.setattr(prepare, "buildables", lambda config, read: [buildable])
     return created
 
 

@@ -16,7 +16,7 @@ INDEX = "model.safetensors.index.json"
 SPLIT = ("pytorch_model.bin/key_to_filename.json", "pytorch_model.bin/p0.safetensors")
 SPLIT_PICKLED = ("pytorch_model.bin/key_to_filename.json", "pytorch_model.bin/p0.bin")
 CONFIG = "config.json"
-HF_ENGINES = ("cpu", "transformers-neuronx", "nxd-inference", "optimum-neuron", "torch-neuronx", "vllm", "server")
+HF_ENGINES = ("cpu", "transformers-neuronx", "nxd-inference", "vllm", "server", "optimum-neuron", "torch-neuronx")
 
 
 def listed(*names: str) -> Listing:

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tests.workers.batching.test_batcher import Received, request, run_out
 from workers.batching.batcher import Batcher
-from workers.engines.echo import echo_tokens
+from workers.engines.echo.engine import echo_tokens
 from workers.messages.requests import FinishReason
 from workers.text.tokenizer import ByteTokenizer
 

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tests.searches import search
 from workers.batching.batcher import Batcher
 from workers.batching.step_loop import BatcherClosed
-from workers.engines.echo import EchoEngine, echo_tokens
+from workers.engines.echo.engine import EchoEngine, echo_tokens
 from workers.messages.engine_protocol import EngineSpec
 from workers.messages.requests import FinishReason, GenerateRequest, TokenEvent
 from workers.text.tokenizer import ByteTokenizer

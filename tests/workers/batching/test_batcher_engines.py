@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.workers.batching.test_batcher import Received, RecordingEngine, request, run_out, setup
 from workers.batching.batcher import Batcher
-from workers.engines.echo import echo_tokens
+from workers.engines.echo.engine import echo_tokens
 from workers.messages.engine_protocol import DeviceSampling
 from workers.messages.requests import FinishReason
 from workers.text.tokenizer import ByteTokenizer

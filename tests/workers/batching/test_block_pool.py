@@ -12,7 +12,7 @@ from hypothesis.stateful import initialize, invariant
 
 from tests.searches import search
 from tests.workers.batching.prefix_traffic import PrefixTraffic
-from workers.engines.echo import EchoEngine, echo_tokens
+from workers.engines.echo.engine import EchoEngine, echo_tokens
 from workers.engines.nxd_inference.block_engine import BlockPool
 from workers.messages.engine_protocol import EngineSpec, Reuse
 

@@ -18,7 +18,7 @@ from tests.workers.batching.prefix_traffic import PrefixTraffic
 from tests.workers.batching.test_batcher import Received, request, run_out
 from workers.batching.batcher import Batcher
 from workers.batching.slots import SlotError, SlotPrefixes, Slots
-from workers.engines.echo import EchoEngine, echo_tokens
+from workers.engines.echo.engine import EchoEngine, echo_tokens
 from workers.messages.engine_protocol import EngineSpec, Reuse
 from workers.messages.wire import FrameReader, Welcome
 from workers.text.tokenizer import ByteTokenizer

@@ -59,7 +59,7 @@ def tnx(source: Path) -> Make:
 def nxd(source: Path, tmp_path: Path) -> Callable[..., Mapping[str, Any]]:
     def make(**fields: Any) -> Mapping[str, Any]:
         settings = NxdSettings.of(replica_config(source, tmp_path / "compiled", **fields))
-        return nxd_artifacts.manifest(settings, Package("0.8.0", {}), tmp_path / "compiled")
+        return nxd_artifacts.unit(settings, Package("0.8.0", {}), tmp_path / "compiled").manifest
 
     return make
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.encoders import DECODERS, FAMILIES, HIDDEN, TYPED, save_encoder, sentence_transformer, texts
-from workers.engines.encoder.cpu import CpuEncoder
+from workers.engines.cpu.encoder import CpuEncoder
 from workers.messages.encoder_protocol import EncodeInput, EncoderKind
 from workers.messages.engine_protocol import EngineLoadError
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.engines.echo import EOS_ID, EchoEngine, echo_tokens
+from workers.engines.echo.engine import EOS_ID, EchoEngine, echo_tokens
 
 prompts = st.lists(st.integers(0, 256), min_size=1, max_size=40)
 
@@ -102,7 +102,7 @@ def test_the_echo_path_imports_no_model_library() -> None:
     code = """
 import sys
 from workers.batching.batcher import Batcher
-from workers.engines.echo import EchoEngine
+from workers.engines.echo.engine import EchoEngine
 from workers.messages.requests import GenerateRequest
 from workers.text.tokenizer import TemplateInput, load_tokenizer
 engine = EchoEngine(2, 64)

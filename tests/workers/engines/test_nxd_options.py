@@ -13,7 +13,7 @@ from tests.checkpoints import VOCAB_SIZE
 from tests.contracts import contract
 from tests.workers.nxdi_traffic import replica_config
 from workers.compiled.manifest import name_of
-from workers.engines.nxd_inference.artifacts import manifest
+from workers.engines.nxd_inference.artifacts import unit
 from workers.engines.nxd_inference.config import (
     FIELDS,
     MOE_OPTIONS,
@@ -81,7 +81,7 @@ def key(engine_options: Mapping[str, Any], **fields: Any) -> str:
     """Returns the folder's name of the artifacts of two slots of 256 tokens."""
     sizes = {"slots": 2, "max_len": 256, "prefill_buckets": [128, 192, 256], "decode_buckets": [256]}
     config = replica_config(Path("m"), None, **sizes, engine_options=dict(engine_options), **fields)
-    return name_of(manifest(NxdSettings.of(config), Package("0.8.0", {}), None))
+    return name_of(unit(NxdSettings.of(config), Package("0.8.0", {}), None).manifest)
 
 
 def test_artifacts_of_other_blocks_are_other_ones() -> None:

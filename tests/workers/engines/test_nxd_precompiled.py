@@ -33,11 +33,10 @@ from workers.compiled.preparation import starts, verify
 from workers.engines.nxd_inference import artifacts
 from workers.engines.nxd_inference.config import NxdSettings
 from workers.engines.nxd_inference.precompiled import start_error
-from workers.engines.open_engine import open_engine
+from workers.engines.open_engine import buildables, open_engine
 from workers.messages.engine_protocol import EngineLoadError
 from workers.messages.replica_config import ReplicaConfig
 from workers.messages.status import Failure
-from workers.serving.prepare import buildables_of
 from workers.serving.prepare import predict as needed_here
 
 Checkpoints = Callable[[str], Path]
@@ -58,7 +57,7 @@ def nxd(neuron: Neuron, monkeypatch: pytest.MonkeyPatch) -> Neuron:  # noqa: F81
 
 def compiled_ahead(replica_config: ReplicaConfig) -> Built:
     """As the process that compiles ahead does it."""
-    return ensure(buildables_of(replica_config, read=True), replica_config, lambda _: None)
+    return ensure(buildables(replica_config, read=True), replica_config, lambda _: None)
 
 
 class Folder:
@@ -304,7 +303,7 @@ def recorded(llama: Folder, monkeypatch: pytest.MonkeyPatch) -> Folder:
     from workers.compiled.file_states import parts
     from workers.engines.nxd_inference.package import import_package
 
-    manifest = artifacts.manifest(NxdSettings.of(llama.config()), import_package(), None)
+    manifest = artifacts.unit(NxdSettings.of(llama.config()), import_package(), None).manifest
     write_record(llama.path / LOCK_FILE, record_of(manifest, files=parts(entry.parent)))
     return llama
 

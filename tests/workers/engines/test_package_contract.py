@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from placements.engines import registry
+from placements.engines.registry import ENGINES as REGISTRY
 from tests.contracts import PACKAGES, contract, surfaces
 from workers.engines import package_contract as workers_contract
 from workers.engines.package_contract import Drift
@@ -22,11 +22,10 @@ ENGINES = list(PACKAGES)
 COMPILE = "neuronx_distributed_inference.models.application_base.NeuronApplicationBase.compile"
 
 
-def test_package_names_equal_those_of_the_planner() -> None:
-    """The module stands alone, so that any interpreter can run it, and has a copy of their names."""
-    assert dict(workers_contract.PACKAGES) == {
-        name: able.package for name, able in registry.ENGINES.items() if able.package
-    }
+def test_the_engines_with_a_package_have_its_surface() -> None:
+    """The module stands alone, so that any interpreter can run it: a package's name is in its record, too."""
+    packages = {name: engine.package for name, engine in REGISTRY.items() if engine.package is not None}
+    assert {engine: workers_contract.surface(engine)["package"] for engine in packages} == packages
 
 
 def install(
@@ -78,7 +77,7 @@ def seen(folder: Path, engine: str) -> Drift:
 
 
 def test_the_surfaces_are_those_of_the_contracts() -> None:
-    """workers/engines/surfaces is what `python -m tests.contracts --distil` writes."""
+    """Each surface.json is what `python -m tests.contracts --distil` writes."""
     assert {path: path.read_text() for path, _ in surfaces()} == dict(surfaces())
 
 

@@ -20,9 +20,10 @@ from tests.closed.forced import deviation
 from tests.doubles import Neuron, beside_transformers
 from tests.workers.tnx_runs import config
 from workers.compiled.places import ensure
+from workers.engines.open_engine import buildables
 from workers.engines.transformers_neuronx.engine import open_transformers_neuronx
 from workers.messages.engine_protocol import EngineLoadError
-from workers.serving.prepare import buildables_of, predict
+from workers.serving.prepare import predict
 
 Checkpoints = Callable[[str], Path]
 
@@ -300,7 +301,7 @@ def test_compiling_gpt2_on_the_host_lists_its_cache_once(
     ).cpu_compile()
     buckets = {"prefill_buckets": [8, 16, 64], "decode_buckets": [64]}
     replica_config = config(checkpoint("gpt2"), compiled=str(tmp_path / "compiled"), **buckets)
-    ensure(buildables_of(replica_config, read=True), replica_config, lambda _: None)
+    ensure(buildables(replica_config, read=True), replica_config, lambda _: None)
     alone, adapted = (
         sum(part.numel() for part in model.decoder_lm_head.layers[0].attn_k_cache[3]) for model in compiled
     )

@@ -27,7 +27,7 @@ from workers.host.warm_processes import WarmProcesses
 DEADLINE_S = 60.0
 SERVER = """\
 from workers.host import fork_server
-fork_server.IMPORTS["cpu"] = ("json",)
+fork_server.imports_of = lambda engine: ("json",)
 fork_server.IMPORTS_OF_FORKS = ()
 {before}
 fork_server.main("cpu", {descriptor})

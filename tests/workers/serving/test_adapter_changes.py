@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from workers.servers.completion_relay import CompletionRelay
+from workers.engines.server.completion_relay import CompletionRelay
 from workers.serving import replica
 
 

@@ -15,7 +15,7 @@ import pytest
 from tests.fleet import until
 from tests.served import EPOCH, TOKEN, Served
 from workers.batching.step_loop import BatcherClosed
-from workers.engines.echo import echo_tokens
+from workers.engines.echo.engine import echo_tokens
 from workers.messages.requests import FinishReason, GenerateRequest, TokenEvent, TokenLogprobs
 from workers.messages.wire import (
     MAX_FRAME_BYTES,

@@ -19,7 +19,7 @@ import pytest
 from orchestrator.access.tls import fleet_credentials
 from orchestrator.gateway.serving.replica_link_pool import open_link
 from tests.served import EPOCH, TOKEN, Served
-from workers.engines.echo import echo_tokens
+from workers.engines.echo.engine import echo_tokens
 from workers.messages.credentials import REPLICA, Credentials, client_context
 from workers.messages.replica_config import ReplicaConfig
 from workers.messages.requests import GenerateRequest

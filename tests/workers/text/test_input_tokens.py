@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.encoders import TYPED, save_encoder, texts
-from workers.engines.encoder.layout import read_layout
+from workers.engines.encoder_layout import read_layout
 from workers.messages.encoder_protocol import EncodeInput
 from workers.text.input_tokens import InputTexts
 from workers.text.tokenizer import ByteTokenizer, HubTokenizer, TooManyTokens

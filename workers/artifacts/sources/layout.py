@@ -8,16 +8,11 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
+from placements.engines.capabilities import SourceForm
+from placements.engines.registry import ENGINES
 from workers.artifacts.sources.listing import Listing, RemoteFile, SourceError
 
 Layout = Literal["hf", "optimum", "split", "presharded"]
-
-_SERVED: Mapping[Layout, tuple[str, ...]] = {
-    "hf": ("cpu", "transformers-neuronx", "nxd-inference", "optimum-neuron", "torch-neuronx", "vllm", "server"),
-    "split": ("transformers-neuronx",),
-    "optimum": ("transformers-neuronx", "optimum-neuron"),
-    "presharded": ("nxd-inference",),
-}
 
 INDEX = "model.safetensors.index.json"
 SPLIT = "pytorch_model.bin/key_to_filename.json"  # what transformers-neuronx's ``save_pretrained_split`` wrote
@@ -112,13 +107,18 @@ def served_by(layout: Layout, names: Collection[str]) -> tuple[str, ...]:
     models only those of NxD Inference, and of Optimum Neuron without its folder of weights, whose names are the same:
     transformers-neuronx does not record the configuration of its own.
     """
-    if layout == "optimum" and NEURON_CONFIG in names:
-        return ("optimum-neuron",)
-    if layout == "presharded" and not is_of_nxd(names):
-        return ()
-    if layout == "presharded" and NEURON_CONFIG in names and COMPILED in names:
-        return (*_SERVED[layout], "optimum-neuron")
-    return _SERVED[layout]
+    form = _form_of(layout, names)
+    return tuple(name for name, engine in ENGINES.items() if form in engine.loads)
+
+
+def _form_of(layout: Layout, names: Collection[str]) -> SourceForm | None:
+    if layout == "optimum":
+        return "optimum" if NEURON_CONFIG in names else "optimum-first"
+    if layout != "presharded":
+        return layout
+    if not is_of_nxd(names):
+        return None
+    return "precompiled" if NEURON_CONFIG in names and COMPILED in names else "sharded"
 
 
 def is_of_nxd(names: Collection[str]) -> bool:

@@ -38,7 +38,7 @@ from workers.engines.cpu.checkpoint import (
 )
 from workers.engines.cpu.graphs import Graphs, TracedParts, misses, storing_code_in, using_code_from
 from workers.engines.cpu.slot_cache import CacheReach, give_alibi, slot_cache
-from workers.engines.engine_setup import LoadableEngine, checked_lengths, dtype_on, source_of
+from workers.engines.engine_setup import LoadableEngine, checked_lengths, dtype_on, kept_in, source_of
 from workers.engines.speculative import buildables_of, with_draft
 from workers.host.memory_limits import is_out_of_memory, out_of_memory
 from workers.host.start_phases import START
@@ -86,7 +86,7 @@ def _engines(config: ReplicaConfig) -> tuple[CpuEngine, CpuEngine | None]:
         "allow_pickle": config.allow_pickle,
         "trust_remote_code": config.trust_remote_code,
         "compile": options.get("compile", False),
-        "compiled": None if config.compiled is None else Path(config.compiled),
+        "compiled": kept_in(config),
     }
     target = CpuEngine(source, prefix_cache=options.get("prefix_cache", False), **shared)
     return target, None if config.draft_source is None else CpuEngine(Path(config.draft_source), **shared)

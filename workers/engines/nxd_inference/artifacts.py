@@ -5,45 +5,42 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import sys
 from pathlib import Path
-from typing import Any
 
 from workers.compiled.compile_session import CompileSession
-from workers.compiled.host_sets import LockedEntry
+from workers.compiled.host_sets import Buildable, LockedEntry, Tell
 from workers.compiled.neuron_cache import WRAPPER_FLAGS
 from workers.engines.compiled_engine import compile_main, run_compile
-from workers.engines.manifest_parts import checkpoint_digests, neuron_build, version_of
+from workers.engines.manifest_parts import NXD_PACKAGES, checkpoint_digests, neuron_build, versions_of
 from workers.engines.nxd_inference.config import NxdSettings, lengths, neuron_options
 from workers.engines.nxd_inference.package import DISTRIBUTION, Package, build_config, import_package
 
-MODULE = "workers.engines.nxd_inference.engine"
+MODULE = "workers.engines.nxd_inference.artifacts"
 MODEL, QUANTIZED, WORK = "model", "quantized", "work"  # in an entry
-PACKAGES = ("neuronx-distributed", "neuronx-cc", "torch-neuronx", "libneuronxla", "torch", "transformers")
 
 
-def manifest(settings: NxdSettings, package: Package, root: Path | None) -> dict[str, Any]:
-    """Returns everything that the artifacts depend on, as JSON. They contain sharded weights, so also all weight files.
+def unit(settings: NxdSettings, package: Package, root: Path | None, read: bool = True) -> Buildable:
+    """Returns the compile unit, whose artifacts contain sharded weights: so they depend on all weight files, too.
 
-    ``root`` is the folder of entries; None: the artifacts are not kept, and no other start can use them.
+    ``root`` is the folder of entries; None: the artifacts are not kept, and no other start can use them. With ``read``
+    False, only digests stored in ``root`` are used, and the place of an unknown one is empty.
     """
-    return predicted_manifest(settings, package, root, read=True)[0]
-
-
-def predicted_manifest(
-    settings: NxdSettings, package: Package, root: Path | None, read: bool
-) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Returns the manifest, and the files whose digests it lacks: with ``read`` False, only digests stored in ``root``
-    are used, and the place of an unknown one is empty."""
     sources = (settings.source, settings.draft_source, settings.quantized_source)
     digests, unread = checkpoint_digests(map(Path, filter(None, sources)), root, read=read)
-    record = {
+    manifest = {
         "engine": "nxd-inference",
-        "versions": {DISTRIBUTION: package.version, **{name: version_of(name) or None for name in PACKAGES}},
+        "versions": {DISTRIBUTION: package.version, **versions_of(NXD_PACKAGES)},
         **neuron_build(),
         "options": neuron_options(settings, lengths(settings), package.release, QUANTIZED),
         "checkpoints": digests,
     }
-    return record, unread
+
+    def make(held: LockedEntry, tell: Tell) -> None:
+        compile_in_subprocess(settings, held)
+        held.finish(settings.source)
+
+    return Buildable(source=Path(settings.source), manifest=manifest, make=make, kept=root is not None, unread=unread)
 
 
 def compile_in_subprocess(settings: NxdSettings, entry: LockedEntry) -> None:
@@ -89,6 +86,5 @@ def with_flags(own: str, environment_flags: str) -> str:
     return " ".join(filter(None, (_LEVEL.sub("", own) if _LEVEL.search(flags) else own, flags)))
 
 
-def main(arguments: list[str]) -> int:
-    """Runs the process of ``compile_in_subprocess``. Returns its exit code."""
-    return compile_main(arguments, MODULE, NxdSettings, compile_here)
+if __name__ == "__main__":
+    sys.exit(compile_main(sys.argv[1:], MODULE, NxdSettings, compile_here))

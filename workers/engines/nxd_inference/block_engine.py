@@ -21,8 +21,9 @@ from dataclasses import replace
 from typing import Any
 
 from workers.batching.buckets import smallest_bucket
+from workers.engines.engine_setup import kept_in
 from workers.engines.nxd_inference.config import GraphLengths, NxdSettings
-from workers.engines.nxd_inference.engine import NxdEngine, kept_in
+from workers.engines.nxd_inference.engine import NxdEngine
 from workers.engines.nxd_inference.package import require_package
 from workers.messages.engine_protocol import Reuse
 from workers.messages.replica_config import ReplicaConfig

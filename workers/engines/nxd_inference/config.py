@@ -171,14 +171,11 @@ def draft_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _user_options(options: Mapping[str, Any], own: Mapping[str, Any], release: Release) -> dict[str, Any]:
-    """Returns the options that the spec sets itself. Raises EngineLoadError for an invalid one."""
-    for option, value in options.items():
+    """Returns the options that the spec sets itself, which its rules have checked for every version. Raises
+    EngineLoadError for one that the model or the installed version lacks."""
+    for option in options:
         if option in BLOCK_OPTIONS and "is_prefix_caching" not in own:
             _refuse(option, "it has no effect without a prefix cache", "set `prefix_cache: true`, too")
-        if option in FIELDS:
-            _refuse(option, f"it follows from the field `{FIELDS[option]}`", f"set `{FIELDS[option]}`")
-        if option in UNSERVED and not tables.is_default(option, value):
-            _refuse(option, UNSERVED[option], "remove it")
         if option in MOE_OPTIONS:  # for models of experts, which the model's class shows later
             continue
         missing = lacks(option, release)
@@ -194,10 +191,6 @@ def _user_options(options: Mapping[str, Any], own: Mapping[str, Any], release: R
     if isinstance(options.get("on_device_sampling_config"), Mapping):
         if "on_device_sampling_config" not in own:
             _refuse("on_device_sampling_config", "the host samples", "set `sampling: device`")
-        global_topk = options["on_device_sampling_config"].get("global_topk", GLOBAL_TOPK)
-        if not 1 <= global_topk <= GLOBAL_TOPK:
-            reason = f"its global_topk is {global_topk}, but must be from 1 to {GLOBAL_TOPK}"
-            _refuse("on_device_sampling_config", reason, f"use at most {GLOBAL_TOPK}")
         merged["on_device_sampling_config"] = {
             **options["on_device_sampling_config"],
             # what the engine relies on
@@ -213,16 +206,8 @@ def _refuse(option: str, why: str, hint: str) -> None:
 def _quantization(settings: NxdSettings, folder: str, release: Release) -> dict[str, Any]:
     """Quantize with one scale for each channel: by default one large weight spoils the scale of a whole matrix."""
     options: dict[str, Any] = {}
-    for option in NXD_QUANTIZED_OPTIONS if settings.quantize is None else ():
-        if option in settings.engine_options:
-            _refuse(option, "`quantize` is not set", "add `quantize: int8` or `quantize: fp8`")
     if settings.quantize is not None:
-        dtypes = NXD_QUANTIZED_DTYPES[settings.quantize]
-        dtype = settings.engine_options.get("quantization_dtype", dtypes[0])
-        if dtype not in dtypes:
-            _refuse(
-                "quantization_dtype", f"`quantize: {settings.quantize}` supports {' and '.join(dtypes)}", "remove it"
-            )
+        dtype = settings.engine_options.get("quantization_dtype", NXD_QUANTIZED_DTYPES[settings.quantize][0])
         if dtype == "f8e5m2" and release < nxd_release(NXD_E5M2):
             message = f"NxD Inference {release[0]}.{release[1]} would convert weights of f8e5m2 to int8"
             raise EngineLoadError("option-not-in-version", message, f"use NxD Inference {NXD_E5M2} or later")

@@ -20,15 +20,15 @@ A slot is a line of the device's KV cache, named by ``seq_ids``. The package's r
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from workers.compiled.host_sets import Buildable, LockedEntry, Tell, entry
+from workers.compiled.host_sets import Buildable
 from workers.engines import package_contract
 from workers.engines.checkpoint_files import check_length, eos_token_ids, positions_of, read_config
-from workers.engines.compiled_engine import CompiledEngine
+from workers.engines.compiled_engine import CompiledEngine, compiled_folder
+from workers.engines.engine_setup import kept_in
 from workers.engines.nxd_inference import artifacts as nxd_artifacts
 from workers.engines.nxd_inference import precompiled
 from workers.engines.nxd_inference.config import GLOBAL_TOPK, GraphLengths, NxdSettings, lengths
@@ -49,24 +49,11 @@ def buildables(config: ReplicaConfig, read: bool = True) -> list[Buildable]:
     package = import_package()
     model = precompiled.find(Path(settings.source))
     if model is not None:
-        precompiled.check(
-            model, settings, _build_config(package, settings)[1], nxd_artifacts.manifest(settings, package, None)
-        )
+        manifest = nxd_artifacts.unit(settings, package, None).manifest
+        precompiled.check(model, settings, _build_config(package, settings)[1], manifest)
         if model.compiled:
             return []
-    root = kept_in(config)
-    manifest, unread = nxd_artifacts.predicted_manifest(settings, package, root, read)
-
-    def make(artifacts: LockedEntry, tell: Tell) -> None:
-        nxd_artifacts.compile_in_subprocess(settings, artifacts)
-        artifacts.finish(settings.source)
-
-    return [Buildable(source=Path(settings.source), manifest=manifest, make=make, kept=root is not None, unread=unread)]
-
-
-def kept_in(config: ReplicaConfig) -> Path | None:
-    """Returns the folder of kept artifacts, if they are kept."""
-    return None if config.compiled is None else Path(config.compiled)
+    return [nxd_artifacts.unit(settings, package, kept_in(config), read)]
 
 
 def _build_config(package: Package, settings: NxdSettings) -> tuple[Any, Any]:
@@ -108,7 +95,7 @@ class NxdEngine(CompiledEngine):
         kind, config = _build_config(package, settings)
         model = precompiled.find(Path(settings.source))
         if model is not None:
-            precompiled.check(model, settings, config, nxd_artifacts.manifest(settings, package, None))
+            precompiled.check(model, settings, config, nxd_artifacts.unit(settings, package, None).manifest)
         if model is not None and model.compiled:
             self._model = kind(settings.source, precompiled.config_of(model, config))
             self._model.load(settings.source)
@@ -166,12 +153,8 @@ class NxdEngine(CompiledEngine):
     def _compiled_folder(self, package: Package, scratch: Path) -> str:
         """Returns the folder of the compiled model, compiling it if needed."""
         settings = self._settings
-        manifest = nxd_artifacts.manifest(settings, package, self._compiled)
-        with entry(self._compiled or scratch, manifest) as artifacts:
-            if not artifacts.complete:
-                nxd_artifacts.compile_in_subprocess(settings, artifacts)
-                artifacts.finish(settings.source)
-        folder = artifacts.path / nxd_artifacts.MODEL  # complete entries stay, so others may load it as well
+        unit = nxd_artifacts.unit(settings, package, self._compiled)
+        folder = compiled_folder(unit, self._compiled or scratch) / nxd_artifacts.MODEL
         if settings.presharded:
             folder = precompiled.link_shards(folder, Path(settings.source), scratch)
         return str(folder)
@@ -179,11 +162,11 @@ class NxdEngine(CompiledEngine):
     def _prefill(self, slots: Sequence[int], prompts: Sequence[Sequence[int]], width: int = 0) -> Any:
         """Run prompts, padded to at least ``width`` tokens, in one call."""
         width = max(width, *(len(prompt) for prompt in prompts))
-        output = self._call(
+        output = self._forward(
             slots,
-            [[*prompt, *[0] * (width - len(prompt))] for prompt in prompts],
-            [[1] * len(prompt) + [0] * (width - len(prompt)) for prompt in prompts],
-            [[*range(len(prompt)), *[0] * (width - len(prompt))] for prompt in prompts],
+            input_ids=[[*prompt, *[0] * (width - len(prompt))] for prompt in prompts],
+            attention_mask=[[1] * len(prompt) + [0] * (width - len(prompt)) for prompt in prompts],
+            position_ids=[[*range(len(prompt)), *[0] * (width - len(prompt))] for prompt in prompts],
         )
         if not self.spec.run_k:
             return self._answers(output, len(slots))
@@ -192,35 +175,23 @@ class NxdEngine(CompiledEngine):
     def _step(self, slots: Sequence[int], tokens: Sequence[int], positions: Sequence[int]) -> Any:
         """Run one token of each slot. ``positions`` are from 1 on: position 0 means a prompt."""
         width = max(positions)
-        mask = [[1] * position + [0] * (width - position) for position in positions]
-        return self._call(slots, [[token] for token in tokens], mask, [[position] for position in positions])
-
-    def _call(
-        self,
-        slots: Sequence[int],
-        ids: Sequence[Sequence[int]],
-        mask: Sequence[Sequence[int]],
-        positions: Sequence[Sequence[int]],
-    ) -> Any:
-        """Call the model: ``ids`` and ``positions`` are ``[len(slots), width]``; so is a prompt's ``mask``."""
-        return self._forward(slots, input_ids=ids, attention_mask=mask, position_ids=positions)
+        return self._forward(
+            slots,
+            input_ids=[[token] for token in tokens],
+            attention_mask=[[1] * position + [0] * (width - position) for position in positions],
+            position_ids=[[position] for position in positions],
+        )
 
     def _forward(self, slots: Sequence[int], **inputs: Sequence[Sequence[int]]) -> Any:
-        """Call the model with tensors of ``inputs``."""
+        """Call the model with tensors of ``inputs``, each with a row for each slot."""
         import torch
 
         with torch.inference_mode():
             return self._model.forward(
                 **{name: torch.tensor(rows) for name, rows in inputs.items()},
                 seq_ids=torch.tensor(slots),
-                sampling_params=self._sampling_params([self._slot_sampling[slot] for slot in slots]),
+                sampling_params=self._sampling_params(slots),
             )
-
-    def _sampling_params(self, parameters: Sequence[DeviceSampling]) -> Any:
-        """Returns ``[rows, 3]`` float32: top_k, top_p, temperature."""
-        import torch
-
-        return torch.tensor([[float(sampling.top_k), sampling.top_p, sampling.temperature] for sampling in parameters])
 
     def _answers(self, output: Any, rows: int) -> Any:
         """Returns float32 logits ``[rows, vocab_size]``, or the ids that the device sampled."""
@@ -246,7 +217,3 @@ def _global_topk(settings: NxdSettings) -> int:
     """Returns the configured global_topk, at most GLOBAL_TOPK."""
     sampling = settings.engine_options.get("on_device_sampling_config")
     return int(sampling.get("global_topk", GLOBAL_TOPK)) if isinstance(sampling, dict) else GLOBAL_TOPK
-
-
-if __name__ == "__main__":
-    sys.exit(nxd_artifacts.main(sys.argv[1:]))

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from placements.engines.nxd_inference.capabilities import (
-    CAPABILITIES,
     NXD_FUSED_QKV,
     NXD_UNQUANTIZED,
     NXD_VERSIONS,
@@ -19,20 +18,16 @@ from placements.engines.nxd_inference.capabilities import (
     Release,
     nxd_release,
 )
+from placements.engines.registry import ENGINES
 from placements.facts.checkpoints import CheckpointError, sliding_window
 from placements.facts.versions import reaches
 from workers.engines.checkpoint_files import check_rotary, eos_token_ids, read_config
-from workers.engines.engine_setup import check_vocabularies
+from workers.engines.engine_setup import check_vocabularies, not_installed
 from workers.engines.nxd_inference.config import MOE_OPTIONS, NxdSettings, draft_options, lengths, neuron_options
 from workers.host.start_phases import START
 from workers.messages.engine_protocol import EngineLoadError
 
-NAME = str(CAPABILITIES.package)
-DISTRIBUTION = CAPABILITIES.distribution
-WHERE = (
-    "it comes with AWS's Neuron images (inf2 and trn1: up to SDK 2.28; trn2: later ones too), or: pip install "
-    "neuronx-distributed-inference --extra-index-url https://pip.repos.neuron.amazonaws.com"
-)
+ENGINE, NAME, DISTRIBUTION = "nxd-inference", "neuronx_distributed_inference", "neuronx-distributed-inference"
 CONFIG_CLASSES = {  # options that are objects
     "on_device_sampling_config": "OnDeviceSamplingConfig",
     "hybrid_sharding_config": "HybridShardingConfig",
@@ -56,7 +51,7 @@ class Package:
 def require_package() -> None:
     """Raises EngineLoadError where the package is not installed. Does not import it."""
     if importlib.util.find_spec(NAME) is None:
-        raise _missing(NAME)
+        raise not_installed(ENGINE, NAME)
 
 
 def import_package() -> Package:
@@ -67,16 +62,12 @@ def import_package() -> Package:
         modules = {name.rpartition(".")[2]: importlib.import_module(f"{NAME}.{name}") for name in names}
         version = getattr(importlib.import_module(NAME), "__version__", None) or metadata.version(DISTRIBUTION)
     except (ImportError, metadata.PackageNotFoundError) as error:
-        raise _missing(error.name or NAME) from error
+        raise not_installed(ENGINE, error.name or NAME) from error
     START.end("imports")
     if not reaches(str(version), NXD_VERSIONS[0]):
         message = f"NxD Inference {version} is not supported, the first supported version is {NXD_VERSIONS[0]}"
-        raise EngineLoadError("engine-not-installed", message, WHERE)
+        raise EngineLoadError("engine-not-installed", message, ENGINES[ENGINE].install)
     return Package(str(version), modules)
-
-
-def _missing(name: str) -> EngineLoadError:
-    return EngineLoadError("engine-not-installed", f"the nxd-inference engine needs {name}", WHERE)
 
 
 def model_class(package: Package, source: Path, settings: NxdSettings) -> Any:

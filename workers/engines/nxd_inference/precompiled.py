@@ -27,8 +27,7 @@ import msgspec
 import msgspec.structs
 
 from placements.engines.capabilities import SHORTEST_BUCKET
-from workers.artifacts.sources.layout import COMPILED, INDEX, NEURON_CONFIG, names_in
-from workers.artifacts.sources.listing import Listing
+from workers.artifacts.sources.layout import COMPILED, INDEX, NEURON_CONFIG
 from workers.compiled.file_states import damaged
 from workers.compiled.manifest import LOCK_FILE, plain_of, read_record
 from workers.compiled.prediction import Difference, differences
@@ -42,8 +41,7 @@ from workers.engines.nxd_inference.config import (
     lengths,
     neuron_options,
 )
-from workers.engines.weight_files import tensors_of
-from workers.host import foreign_files
+from workers.engines.weight_files import names_of, tensors_of
 from workers.messages.engine_protocol import EngineLoadError
 from workers.messages.replica_config import ReplicaConfig
 
@@ -105,16 +103,6 @@ def find(source: Path) -> PrecompiledModel | None:
     ranks = tuple(sorted(int(match[1]) for name in names if (match := _SHARD.fullmatch(name))))
     compiled = COMPILED in names and (NEURON_CONFIG in names or bool(ranks))
     return PrecompiledModel(source, names, compiled, ranks) if compiled or ranks else None
-
-
-def names_of(source: Path) -> frozenset[str]:
-    from workers.artifacts.sources.source_metadata import MARK
-
-    try:  # the small files of a remote source, with a list of all
-        listing = foreign_files.read_bytes(source / MARK)
-    except OSError:
-        return frozenset(names_in(source))
-    return frozenset(file.name for file in msgspec.json.decode(listing, type=Listing).files)
 
 
 def with_sharding(settings: NxdSettings) -> NxdSettings:

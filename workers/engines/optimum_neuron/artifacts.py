@@ -4,41 +4,40 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from workers.compiled.compile_session import CompileSession
-from workers.compiled.host_sets import LockedEntry
+from workers.compiled.host_sets import Buildable, LockedEntry, Tell
 from workers.engines.compiled_engine import compile_main, run_compile
-from workers.engines.manifest_parts import checkpoint_digests, neuron_build, version_of
+from workers.engines.manifest_parts import NXD_PACKAGES, checkpoint_digests, neuron_build, versions_of
 from workers.engines.optimum_neuron.package import DISTRIBUTION, OptimumPackage, export_config, find_package
 from workers.engines.optimum_neuron.settings import OptimumSettings
 
-MODULE = "workers.engines.optimum_neuron.engine"
+MODULE = "workers.engines.optimum_neuron.artifacts"
 MODEL, WORK = "model", "work"  # in an entry
-PACKAGES = ("neuronx-distributed", "neuronx-cc", "torch-neuronx", "libneuronxla", "torch", "transformers")
 
 
-def manifest(
-    settings: OptimumSettings, package: OptimumPackage, root: Path | None, read: bool
-) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Returns everything that the artifacts depend on, as JSON, and the files whose digests it lacks.
-
-    The artifacts contain the weights of each core. ``root`` is the folder of entries; None: they are not kept. With
-    ``read`` False, only digests stored in ``root`` are used, and the place of an unknown one is empty.
-    """
+def unit(settings: OptimumSettings, package: OptimumPackage, root: Path | None, read: bool = True) -> Buildable:
+    """Returns the compile unit, whose artifacts contain the weights of each core. ``root`` and ``read``: as in
+    `workers.engines.nxd_inference.artifacts`."""
     digests, unread = checkpoint_digests([Path(settings.source)], root, read=read)
     fields = msgspec.to_builtins(settings)
-    record = {
+    manifest = {
         "engine": "optimum-neuron",
-        "versions": {DISTRIBUTION: package.version, **{name: version_of(name) or None for name in PACKAGES}},
+        "versions": {DISTRIBUTION: package.version, **versions_of(NXD_PACKAGES)},
         **neuron_build(),
         "options": {name: fields[name] for name in fields if name not in ("source", "allow_pickle")},
         "checkpoints": digests,
     }
-    return record, unread
+
+    def make(held: LockedEntry, tell: Tell) -> None:
+        compile_in_subprocess(settings, held)
+        held.finish(settings.source)
+
+    return Buildable(source=Path(settings.source), manifest=manifest, make=make, kept=root is not None, unread=unread)
 
 
 def compile_in_subprocess(settings: OptimumSettings, entry: LockedEntry) -> None:
@@ -62,6 +61,5 @@ def export_here(settings: OptimumSettings, folder: Path) -> None:
     shutil.rmtree(folder / WORK, ignore_errors=True)
 
 
-def main(arguments: list[str]) -> int:
-    """Runs the process of ``compile_in_subprocess``. Returns its exit code."""
-    return compile_main(arguments, MODULE, OptimumSettings, export_here)
+if __name__ == "__main__":
+    sys.exit(compile_main(sys.argv[1:], MODULE, OptimumSettings, export_here))

@@ -27,9 +27,9 @@ from workers.artifacts.sources.layout import COMPILED, INDEX, NEURON_CONFIG
 from workers.compiled import neuron_target
 from workers.compiled.prediction import Difference
 from workers.engines.checkpoint_files import read_config, read_json
-from workers.engines.nxd_inference.precompiled import names_of
 from workers.engines.optimum_neuron.package import OptimumPackage
 from workers.engines.optimum_neuron.settings import ExportRecord, OptimumSettings, check_computed
+from workers.engines.weight_files import names_of
 from workers.messages.engine_protocol import EngineLoadError
 from workers.messages.replica_config import ReplicaConfig
 

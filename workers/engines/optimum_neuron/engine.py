@@ -17,16 +17,17 @@ A slot is a line of the device's KV cache, named by ``seq_ids``. The package's r
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from workers.compiled.host_sets import Buildable, LockedEntry, Tell, entry
+from workers.compiled.host_sets import Buildable
 from workers.engines import package_contract
 from workers.engines.checkpoint_files import check_length, eos_token_ids, positions_of, read_config
-from workers.engines.compiled_engine import CompiledEngine
-from workers.engines.optimum_neuron import artifacts, compiled_folder
+from workers.engines.compiled_engine import CompiledEngine, compiled_folder
+from workers.engines.engine_setup import kept_in
+from workers.engines.optimum_neuron import artifacts
+from workers.engines.optimum_neuron import compiled_folder as sources
 from workers.engines.optimum_neuron.first_engine import FirstOptimumEngine, first_buildables
 from workers.engines.optimum_neuron.package import OptimumPackage, export_config, find_package
 from workers.engines.optimum_neuron.settings import OptimumSettings, check_computed
@@ -55,29 +56,17 @@ def buildables(config: ReplicaConfig, read: bool = True) -> list[Buildable]:
     if _is_compiled(settings, package):
         return []
     export_config(package, settings)
-    root = kept_in(config)
-    manifest, unread = artifacts.manifest(settings, package, root, read)
-
-    def make(entry: LockedEntry, tell: Tell) -> None:
-        artifacts.compile_in_subprocess(settings, entry)
-        entry.finish(settings.source)
-
-    return [Buildable(source=Path(settings.source), manifest=manifest, make=make, kept=root is not None, unread=unread)]
+    return [artifacts.unit(settings, package, kept_in(config), read)]
 
 
 def _is_compiled(settings: OptimumSettings, package: OptimumPackage) -> bool:
     """Returns whether the source is compiled. Raises EngineLoadError where it does not match the settings or this
     host."""
-    folder = compiled_folder.find(Path(settings.source))
+    folder = sources.find(Path(settings.source))
     if folder is not None:
-        compiled_folder.check(folder, settings, ())
-        compiled_folder.check_installed(folder, package)
+        sources.check(folder, settings, ())
+        sources.check_installed(folder, package)
     return folder is not None
-
-
-def kept_in(config: ReplicaConfig) -> Path | None:
-    """Returns the folder of kept artifacts, if they are kept."""
-    return None if config.compiled is None else Path(config.compiled)
 
 
 class OptimumEngine(CompiledEngine):
@@ -100,7 +89,8 @@ class OptimumEngine(CompiledEngine):
         folder = settings.source
         if not _is_compiled(settings, package):
             export_config(package, settings)  # only to check it: in the compiling process it would be a failed compile
-            folder = self._exported(package, scratch)
+            unit = artifacts.unit(settings, package, self._compiled)
+            folder = str(compiled_folder(unit, self._compiled or scratch) / artifacts.MODEL)
         self._model = package.model_class.from_pretrained(folder)
         neuron = self._model.neuron_config
         self._slot_sampling = [DeviceSampling()] * settings.slots
@@ -139,16 +129,6 @@ class OptimumEngine(CompiledEngine):
         filled = [rows.get(slot, (tokens[0], positions[0])) for slot in every]
         output = self._run(every, [[token] for token, _ in filled], [[position] for _, position in filled])
         return self._picked(output, slots)
-
-    def _exported(self, package: OptimumPackage, scratch: Path) -> str:
-        """Returns the folder of the exported model, exporting it if needed."""
-        settings = self._settings
-        manifest, _ = artifacts.manifest(settings, package, self._compiled, read=True)
-        with entry(self._compiled or scratch, manifest) as exported:
-            if not exported.complete:
-                artifacts.compile_in_subprocess(settings, exported)
-                exported.finish(settings.source)
-        return str(exported.path / artifacts.MODEL)  # complete entries stay, so others may load it as well
 
     def _prefill(self, slots: Sequence[int], prompts: Sequence[Sequence[int]]) -> Any:
         """Run prompts, each as wide as the graph."""
@@ -190,13 +170,6 @@ class OptimumEngine(CompiledEngine):
             return output[:, -1, : self.spec.vocab_size].float()
         return output.reshape(len(slots), -1)[:, -1].tolist()
 
-    def _sampling_params(self, slots: Sequence[int]) -> Any:
-        """Returns ``[len(slots), 3]`` float32: top_k, top_p, temperature."""
-        import torch
-
-        sampling = [self._slot_sampling[slot] for slot in slots]
-        return torch.tensor([[float(row.top_k), float(row.top_p), float(row.temperature)] for row in sampling])
-
     def _picked(self, output: Any, slots: Sequence[int]) -> Any:
         return output[list(slots)] if self.spec.returns == "logits" else [output[slot] for slot in slots]
 
@@ -209,7 +182,3 @@ def drawn_token(logits: Any, sampling: DeviceSampling) -> int:
     shares = torch.softmax(values, dim=-1)
     shares[1:][shares.cumsum(-1)[1:] > sampling.top_p] = 0.0  # as in the package's Sampler: the likeliest one stays
     return int(ids[torch.multinomial(shares, 1)])
-
-
-if __name__ == "__main__":
-    sys.exit(artifacts.main(sys.argv[1:]))

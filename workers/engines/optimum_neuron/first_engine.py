@@ -22,7 +22,7 @@ from workers.compiled.host_sets import Buildable, LockedEntry, compiling, entry
 from workers.engines import package_contract
 from workers.engines.checkpoint_files import check_length, eos_token_ids, positions_of, read_config
 from workers.engines.engine_setup import LoadableEngine, dtype_on
-from workers.engines.manifest_parts import neuron_build, version_of
+from workers.engines.manifest_parts import neuron_build, versions_of
 from workers.engines.optimum_neuron import compiled_folder
 from workers.engines.optimum_neuron.package import DISTRIBUTION, OptimumPackage, find_package
 from workers.engines.optimum_neuron.settings import OptimumSettings, check_computed
@@ -76,7 +76,7 @@ def _manifest(settings: OptimumSettings, package: OptimumPackage) -> dict[str, A
     fields = msgspec.to_builtins(settings)
     return {
         "engine": "optimum-neuron",
-        "versions": {DISTRIBUTION: package.version, **{name: version_of(name) or None for name in PACKAGES}},
+        "versions": {DISTRIBUTION: package.version, **versions_of(PACKAGES)},
         **neuron_build(),
         "model": foreign_files.read_json(Path(settings.source) / "config.json"),
         "options": {name: fields[name] for name in ("dtype", "slots", "max_len", "tp_degree")},

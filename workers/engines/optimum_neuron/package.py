@@ -10,19 +10,16 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from placements.engines.optimum_neuron.capabilities import CAPABILITIES, OptimumEra, optimum_era
+from placements.engines.optimum_neuron.capabilities import OptimumEra, optimum_era
+from placements.engines.registry import ENGINES
 from workers.compiled import neuron_target
 from workers.engines.checkpoint_files import check_rotary, read_config
-from workers.engines.engine_setup import dtype_on
+from workers.engines.engine_setup import dtype_on, not_installed
 from workers.engines.optimum_neuron.settings import MAX_TOP_K, OptimumSettings
 from workers.host.start_phases import START
 from workers.messages.engine_protocol import EngineLoadError
 
-DISTRIBUTION = CAPABILITIES.distribution
-WHERE = (
-    "Hugging Face's images for Neuron have it; or pip install 'optimum-neuron[neuronx]==0.4.5' --extra-index-url "
-    "https://pip.repos.neuron.amazonaws.com"
-)
+ENGINE = DISTRIBUTION = "optimum-neuron"
 
 
 @dataclass(frozen=True)
@@ -38,7 +35,7 @@ class OptimumPackage:
         try:
             model_class = importlib.import_module("optimum.neuron").NeuronModelForCausalLM
         except (ImportError, RuntimeError) as error:  # its lazy module raises RuntimeError
-            raise _missing(getattr(error, "name", None) or str(error)) from error
+            raise not_installed(ENGINE, getattr(error, "name", None) or str(error)) from error
         START.end("imports")
         return model_class
 
@@ -48,7 +45,7 @@ class OptimumPackage:
         try:
             return str(importlib.import_module("optimum.neuron.utils.version_utils").get_neuronxcc_version())
         except ImportError as error:
-            raise _missing(error.name or "neuronx-cc") from error
+            raise not_installed(ENGINE, error.name or "neuronx-cc") from error
 
 
 def find_package() -> OptimumPackage:
@@ -56,16 +53,12 @@ def find_package() -> OptimumPackage:
     try:
         version = metadata.version(DISTRIBUTION)
     except metadata.PackageNotFoundError as error:
-        raise _missing(DISTRIBUTION) from error
+        raise not_installed(ENGINE, DISTRIBUTION) from error
     era = optimum_era(version)
     if era is None:
         fact = f"Optimum Neuron {version} is not supported: only 0.0.28, and 0.4.2 and later of 0.4"
-        raise EngineLoadError("engine-not-installed", fact, WHERE)
+        raise EngineLoadError("engine-not-installed", fact, ENGINES[ENGINE].install)
     return OptimumPackage(version, era)
-
-
-def _missing(name: str) -> EngineLoadError:
-    return EngineLoadError("engine-not-installed", f"the optimum-neuron engine needs {name}", WHERE)
 
 
 def export_config(package: OptimumPackage, settings: OptimumSettings) -> tuple[Any, Any]:
@@ -80,7 +73,7 @@ def export_config(package: OptimumPackage, settings: OptimumSettings) -> tuple[A
     config = AutoConfig.from_pretrained(settings.source)
     written = read_config(Path(settings.source))
     check_rotary(written, config)
-    config.dtype = getattr(torch, dtype_on("optimum-neuron", settings.dtype))
+    config.dtype = getattr(torch, dtype_on(ENGINE, settings.dtype))
     choose = package.model_class.get_neuron_config
     more: dict[str, Any] = {}
     if "prefill_chunk_size" in inspect.signature(choose).parameters:

@@ -11,7 +11,7 @@ from typing import Any
 
 from placements.engines.optimum_neuron.capabilities import OptimumEra
 from workers.compiled.prediction import Difference
-from workers.engines.engine_setup import CheckpointSettings, dtype_on
+from workers.engines.engine_setup import TORCH_DTYPES, CheckpointSettings, dtype_on
 from workers.messages.engine_protocol import EngineLoadError
 
 MAX_TOP_K = 256  # ids that the device samples from: the default of NxDNeuronConfig's max_topk
@@ -58,9 +58,6 @@ def check_computed(settings: OptimumSettings, config: Mapping[str, Any]) -> None
         raise EngineLoadError("window-not-kept", fact, f"set `max_len` to at most {window}, or use the cpu engine")
 
 
-_CAST_TYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
-
-
 @dataclass(frozen=True)
 class ExportRecord:
     """What one version of the package wrote of an export."""
@@ -78,7 +75,7 @@ class ExportRecord:
         if self.era == "nxd":
             return str(self.recorded.get("torch_dtype"))
         cast = str(self.recorded.get("auto_cast_type"))
-        return _CAST_TYPES.get(cast, cast)
+        return TORCH_DTYPES.get(cast, cast)
 
     def differences(self, settings: OptimumSettings) -> Iterator[Difference]:
         """Yields each of ``settings`` that the export was not made with."""

@@ -21,12 +21,14 @@ from typing import Any
 import msgspec
 
 from placements.engines.cpu.capabilities import FIRST_TRANSFORMERS
+from placements.engines.registry import ENGINES
 from placements.facts.versions import reaches
 from workers.compiled import neuron_target
 from workers.compiled.host_sets import Buildable, LockedEntry, Tell, compiling, entry
 from workers.compiled.neuron_cache import WRAPPER_FLAGS
-from workers.engines.encoder import graph
-from workers.engines.encoder.layout import Normalize
+from workers.engines import encoder_graph as graph
+from workers.engines.encoder_layout import Normalize
+from workers.engines.engine_setup import not_installed
 from workers.engines.manifest_parts import neuron_build, version_of
 from workers.engines.torch_neuronx import tracing as traced
 from workers.engines.torch_neuronx.tracing import Tracing
@@ -38,10 +40,6 @@ from workers.messages.replica_config import ReplicaConfig
 from workers.messages.status import Failure
 
 NAME, DISTRIBUTION = "torch_neuronx", "torch-neuronx"
-WHERE = (
-    "it comes with AWS's Neuron images, or: python -m pip install torch-neuronx neuronx-cc --extra-index-url "
-    "https://pip.repos.neuron.amazonaws.com"
-)
 CALLS: Mapping[str, tuple[str, ...]] = {
     "trace": ("compiler_workdir", "compiler_args", "inline_weights_to_neff", "cpu_backend"),
     "dynamic_batch": (),
@@ -54,16 +52,16 @@ CALLS: Mapping[str, tuple[str, ...]] = {
 def import_package() -> Any:
     """Returns the package. torch then loads traces, each to a core at once. Raises EngineLoadError."""
     if importlib.util.find_spec(NAME) is None:
-        raise _missing(NAME)
+        raise not_installed(DISTRIBUTION, NAME)
     try:
         package = importlib.import_module(NAME)
         version = str(importlib.import_module("transformers").__version__)
     except ImportError as error:
-        raise _missing(error.name or NAME) from error
+        raise not_installed(DISTRIBUTION, error.name or NAME) from error
     if lacking := [call for call, keywords in CALLS.items() if not _has(package, call, keywords)]:
         keywords = ", ".join(CALLS[lacking[0]])
         fact = f"torch-neuronx {version_of(DISTRIBUTION)} has no {lacking[0]}({keywords})"
-        raise EngineLoadError("engine-not-installed", fact, f"install a later release; {WHERE}")
+        raise EngineLoadError("engine-not-installed", fact, f"install a later release; {ENGINES[DISTRIBUTION].install}")
     if not reaches(version, FIRST_TRANSFORMERS):
         fact = f"the torch-neuronx engine needs transformers {FIRST_TRANSFORMERS} or later, not {version}"
         hint = f"run python -m pip install 'transformers>={FIRST_TRANSFORMERS}' in the replica's Python"
@@ -79,10 +77,6 @@ def _has(package: Any, call: str, keywords: tuple[str, ...]) -> bool:
         return {*keywords} <= inspect.signature(function).parameters.keys()
     except (TypeError, ValueError):  # it does not say
         return True
-
-
-def _missing(name: str) -> EngineLoadError:
-    return EngineLoadError("engine-not-installed", f"the torch-neuronx engine needs {name}", WHERE)
 
 
 TRACE, WORK = "trace.pt", "work"  # in an entry

@@ -11,9 +11,9 @@ from placements.engines.torch_neuronx.capabilities import TRACED_FAMILIES, TRACE
 from placements.facts.encoders import longest_input
 from workers.batching.buckets import checked_buckets
 from workers.engines.checkpoint_files import check_length, positions_of
-from workers.engines.encoder.cpu import checked, load_graph, score_activation, tensors
-from workers.engines.encoder.graph import embedding_graph, score_graph, takes_types
-from workers.engines.encoder.layout import EncoderLayout
+from workers.engines.cpu.encoder import checked, load_graph, score_activation, tensors
+from workers.engines.encoder_graph import embedding_graph, score_graph, takes_types
+from workers.engines.encoder_layout import EncoderLayout
 from workers.engines.engine_setup import dtype_on, source_of
 from workers.messages.encoder_protocol import EncodeInput, EncoderKind
 from workers.messages.engine_protocol import EngineLoadError

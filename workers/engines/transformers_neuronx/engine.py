@@ -25,7 +25,7 @@ from workers.artifacts.sources.layout import TNX_SHARDS
 from workers.compiled.host_sets import Buildable, LockedEntry, Tell
 from workers.engines import package_contract
 from workers.engines.checkpoint_files import check_length, eos_token_ids, positions_of, read_config
-from workers.engines.engine_setup import LoadableEngine, source_of
+from workers.engines.engine_setup import LoadableEngine, kept_in, not_installed, source_of
 from workers.engines.manifest_parts import version_of
 from workers.engines.speculative import buildables_of, with_draft
 from workers.engines.transformers_neuronx.artifacts import compile_ahead, compile_now, is_whole, manifest, start_from
@@ -161,7 +161,7 @@ class TransformersNeuronxEngine(LoadableEngine[EngineSpec]):
         family, continuous, shapes = plan.family, plan.continuous, plan.shapes
         package_contract.log_drift("transformers-neuronx", log)
         model = self._build_model(plan)
-        root = None if self._config.compiled is None else Path(self._config.compiled)
+        root = kept_in(self._config)
         with self._package_errors():
             if root is None or family.serial:
                 compile_now(self._path, model, self._manifest(plan), root)
@@ -339,12 +339,7 @@ def _registry() -> Any:
     try:
         from transformers_neuronx import modeling_auto
     except ImportError as error:
-        raise EngineLoadError(
-            "engine-not-installed",
-            f"transformers-neuronx needs {error.name or error}",
-            "an AWS image with Neuron SDK 2.21 to 2.25 has it; or pip install transformers-neuronx "
-            "--extra-index-url=https://pip.repos.neuron.amazonaws.com",
-        ) from error
+        raise not_installed("transformers-neuronx", error.name or str(error)) from error
     START.end("imports")
     return modeling_auto.NEURON_MODEL_FOR_CAUSAL_LM_MAPPING
 

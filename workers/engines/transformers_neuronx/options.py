@@ -21,9 +21,8 @@ QUANTIZED = {"int8": "s8", "fp8": "f8e4m3fn"}
 QUANTIZED_KV = {"fp8": "f8e4m3fn"}  # int8 is converted without a scale, which destroys the keys
 MAX_TOP_K = 256  # for sampling on the device; the limit of vLLM's back-end for this package
 
-_TABLES = ("transformers_neuronx.NeuronConfig", "transformers_neuronx")  # of options, and of constructors' keywords
-FIELDS = {name: field for table in _TABLES for name, field in tables.FIELDS[table].items()}
-UNSERVED = {name: why for table in _TABLES for name, why in tables.UNSERVED[table].items()}
+TABLES = ("transformers_neuronx.NeuronConfig", "transformers_neuronx")  # of options, and of constructors' keywords
+UNSERVED = {name: why for table in TABLES for name, why in tables.UNSERVED[table].items()}
 
 
 @dataclass(frozen=True)
@@ -67,25 +66,15 @@ def options_for(
     """Translate ``config`` to the package's names. ``model_class`` defines the constructor's keywords.
 
     ``engine_options`` use the package's names already: those of the constructor go there, the others to NeuronConfig.
-    Raises EngineLoadError for options that the class lacks, and for shapes under another name.
+    The spec's rules have checked their names and values. Raises EngineLoadError for fields that the class lacks.
     """
     amp = dtype_on("transformers-neuronx", config.dtype, AMP)
     constructor = _constructor(config, family, shapes, amp)
     neuron = _neuron(config, family, amp, continuous, vocab_size)
     keywords = set(inspect.signature(model_class.__init__).parameters) - {"self", "config"}
     for name, value in config.engine_options.items():
-        if name in FIELDS:
-            message = f"`engine_options.{name}` cannot be set: it follows from the field `{FIELDS[name]}`"
-            raise EngineLoadError("bad-engine-option", message, f"set `{FIELDS[name]}`")
-        if name in UNSERVED and not tables.is_default(name, value):
-            message = f"`engine_options.{name}` cannot be set: {UNSERVED[name]}"
-            raise EngineLoadError("bad-engine-option", message, "remove it")
-        if name in UNSERVED:  # its default
-            continue
-        if name == "prompt_batch_size" and value != config.slots:
-            message = f"with prompt_batch_size {value} one prompt would be broadcast to all {config.slots} slots"
-            raise EngineLoadError("bad-engine-size", message, f"remove it, or set it to {config.slots}")
-        (constructor if name in keywords else neuron)[name] = value
+        if name not in UNSERVED:  # else its default, by the rules of the spec
+            (constructor if name in keywords else neuron)[name] = value
     return Options(constructor, neuron)
 
 

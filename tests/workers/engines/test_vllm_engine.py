@@ -19,13 +19,13 @@ from safetensors.torch import save_file
 
 from tests.doubles.openai_server import lora_weights, make_vllm
 from tests.fleet import until
-from workers.engines.echo import EOS_ID, VOCAB_SIZE, echo_tokens
+from workers.engines.echo.engine import EOS_ID, VOCAB_SIZE, echo_tokens
+from workers.engines.server.completion_relay import CompletionRelay
+from workers.engines.server.server_process import CompletionServer
+from workers.engines.vllm.engine import start_vllm
 from workers.messages.engine_protocol import EngineLoadError
 from workers.messages.replica_config import ReplicaConfig
 from workers.messages.requests import FinishReason, GenerateRequest, TokenEvent
-from workers.servers.completion_relay import CompletionRelay
-from workers.servers.server_process import CompletionServer
-from workers.servers.vllm_engine import start_vllm
 from workers.text.tokenizer import ByteTokenizer
 
 DEADLINE_S = 60.0

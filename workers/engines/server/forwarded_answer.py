@@ -11,8 +11,7 @@ from typing import Any
 
 import msgspec
 
-from workers.messages.requests import AnswerPart, FinishReason, Forwarded
-from workers.servers.completion_stream import (
+from workers.engines.server.completion_stream import (
     BAD_GATEWAY,
     LONGEST_EVENT,
     UNAVAILABLE,
@@ -20,6 +19,7 @@ from workers.servers.completion_stream import (
     ServerError,
     error_of,
 )
+from workers.messages.requests import AnswerPart, FinishReason, Forwarded
 
 GENERATING = ("/v1/chat/completions", "/v1/completions")
 """The routes whose answers have finish reasons."""

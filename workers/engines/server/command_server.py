@@ -13,10 +13,10 @@ from pathlib import Path
 import msgspec
 
 from placements.engines.server.capabilities import filled
+from workers.engines.server.completion_stream import error_message
+from workers.engines.server.server_process import Address, CompletionServer, ServerProcess, free_port, server_folder
 from workers.messages.engine_protocol import EngineLoadError, EngineSpec
 from workers.messages.replica_config import ReplicaConfig
-from workers.servers.completion_stream import error_message
-from workers.servers.server_process import Address, CompletionServer, ServerProcess, free_port, server_folder
 
 log = logging.getLogger(__name__)
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from placements.engines.vllm.capabilities import Plugin
+from workers.engines.server.server_process import Address
+from workers.engines.vllm.engine import VllmInstallation, arguments
 from workers.messages.engine_protocol import EngineLoadError
 from workers.messages.replica_config import ReplicaConfig
-from workers.servers.server_process import Address
-from workers.servers.vllm_engine import VllmInstallation, arguments
 
 
 def command(

@@ -11,8 +11,8 @@ from placements.facts.encoders import families, longest_input
 from workers.batching.buckets import ladder
 from workers.engines.checkpoint_files import check_length, positions_of, read_config
 from workers.engines.cpu.checkpoint import check_weights, load_model, weight_files
-from workers.engines.encoder.graph import embedding_graph, score_graph
-from workers.engines.encoder.layout import Dense, EncoderLayout, activation_of, read_layout
+from workers.engines.encoder_graph import embedding_graph, score_graph
+from workers.engines.encoder_layout import Dense, EncoderLayout, activation_of, read_layout
 from workers.engines.engine_setup import LoadableEngine, dtype_on, source_of
 from workers.host.memory_limits import is_out_of_memory, out_of_memory
 from workers.host.start_phases import START

@@ -22,11 +22,8 @@ import uvloop
 
 from workers.batching.accepted_request import AcceptedRequest, check_request
 from workers.batching.step_loop import BatcherStats, refuse_when_closed
-from workers.messages.engine_protocol import EngineLoadError, EngineSpec
-from workers.messages.requests import AnswerPart, FinishReason, GenerateRequest, TokenEvent
-from workers.messages.status import ServerLoad
-from workers.servers.adapters import LoadedAdapters, UnknownAdapter, change_adapter, largest_rank, served_name
-from workers.servers.completion_stream import (
+from workers.engines.server.adapters import LoadedAdapters, UnknownAdapter, change_adapter, largest_rank, served_name
+from workers.engines.server.completion_stream import (
     BAD_GATEWAY,
     UNAVAILABLE,
     Piece,
@@ -35,9 +32,12 @@ from workers.servers.completion_stream import (
     completion_body,
     error_message,
 )
-from workers.servers.forwarded_answer import EventReader, ForwardedRequest, whole_answer
-from workers.servers.server_metrics import ServerMetrics, TokenProgress
-from workers.servers.server_process import CompletionServer
+from workers.engines.server.forwarded_answer import EventReader, ForwardedRequest, whole_answer
+from workers.engines.server.server_metrics import ServerMetrics, TokenProgress
+from workers.engines.server.server_process import CompletionServer
+from workers.messages.engine_protocol import EngineLoadError, EngineSpec
+from workers.messages.requests import AnswerPart, FinishReason, GenerateRequest, TokenEvent
+from workers.messages.status import ServerLoad
 from workers.text.detokenizer import AnswerText
 from workers.text.tokenizer import Tokenizer
 

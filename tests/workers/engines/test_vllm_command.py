@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from placements.engines.vllm.capabilities import Plugin, Version
+from workers.engines.server.server_process import Address
+from workers.engines.vllm.engine import VllmInstallation, arguments, environment, server_command
 from workers.messages.replica_config import ReplicaConfig
-from workers.servers.server_process import Address
-from workers.servers.vllm_engine import VllmInstallation, arguments, environment, server_command
 
 CORES = {"NEURON_RT_VISIBLE_CORES": "8-15", "NEURON_CC_FLAGS": "-O1"}
 

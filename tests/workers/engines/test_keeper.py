@@ -12,10 +12,10 @@ import psutil
 import pytest
 
 from tests.fleet import until
+from workers.engines.server.server_process import Address, ServerProcess, server_folder
 from workers.host.host_facts import confirm_death
 from workers.host.lifetime import process_start
 from workers.messages.engine_protocol import EngineLoadError
-from workers.servers.server_process import Address, ServerProcess, server_folder
 
 DEADLINE_S = 20.0
 GRACE_S = 0.3
@@ -37,7 +37,7 @@ time.sleep(600)
 ROOT = """
 import sys, time
 from pathlib import Path
-from tests.workers.servers.test_keeper import GRACE_S, start
+from tests.workers.engines.test_keeper import GRACE_S, start
 process, folder = start(Path(sys.argv[1]))
 print(folder, process._keeper.pid, flush=True)
 time.sleep(600)

@@ -14,12 +14,12 @@ from aiohttp import web
 
 from tests.fleet import until
 from workers.batching.step_loop import BatcherClosed
-from workers.engines.echo import EOS_ID, VOCAB_SIZE, echo_tokens
+from workers.engines.echo.engine import EOS_ID, VOCAB_SIZE, echo_tokens
+from workers.engines.server.completion_relay import CompletionRelay
+from workers.engines.server.completion_stream import Piece, ServerError, StreamReader
+from workers.engines.server.server_process import Address, CompletionServer
 from workers.messages.engine_protocol import EngineLoadError, EngineSpec
 from workers.messages.requests import FinishReason, Forwarded, GenerateRequest, TokenEvent
-from workers.servers.completion_relay import CompletionRelay
-from workers.servers.completion_stream import Piece, ServerError, StreamReader
-from workers.servers.server_process import Address, CompletionServer
 from workers.text.tokenizer import ByteTokenizer
 
 DEADLINE_S = 20.0
@@ -472,7 +472,7 @@ def test_a_hung_server_shows_while_an_answer_comes_in_one_piece(
     server: FakeServer, received: Received, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its metrics go on, but count no token any more."""
-    monkeypatch.setattr("workers.servers.completion_relay.SCRAPE_S", 0.01)
+    monkeypatch.setattr("workers.engines.server.completion_relay.SCRAPE_S", 0.01)
     server.metrics = 'vllm:generation_tokens_total{engine="0"} 1.0\n'
     server.answer = held
     relay = CompletionRelay(known(server), ByteTokenizer(), received)

@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from workers.engines.encoder.layout import Dense, EncoderLayout, Normalize, Pooling
+from workers.engines.encoder_layout import Dense, EncoderLayout, Normalize, Pooling
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

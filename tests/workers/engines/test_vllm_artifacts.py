@@ -19,11 +19,11 @@ from tests.fleet import until
 from tests.s3 import S3Server
 from workers.compiled import preparation
 from workers.compiled.orders import NEEDS_DEVICE, BuildTrouble, Built, Order, Predicted, Reply, Wanted
+from workers.engines.vllm.artifacts import NO_COMPILE
+from workers.engines.vllm.engine import start_vllm
 from workers.host import file_lock
 from workers.messages.engine_protocol import EngineLoadError
 from workers.messages.replica_config import ReplicaConfig
-from workers.servers.vllm_artifacts import NO_COMPILE
-from workers.servers.vllm_engine import start_vllm
 from workers.serving import prepare
 
 DEADLINE_S = 30.0
@@ -75,7 +75,7 @@ ROOT = """
 import sys
 import msgspec
 from workers.messages.replica_config import ReplicaConfig
-from workers.servers import vllm_engine
+from workers.engines.vllm import engine as vllm_engine
 vllm_engine.GRACE_S = 0.5
 server = vllm_engine.start_vllm(msgspec.json.decode(sys.argv[1].encode(), type=ReplicaConfig))
 print("ready", flush=True)
@@ -387,8 +387,9 @@ def test_the_plugin_on_nxd_inference_and_drafts_are_compiled_only_on_cores(
 
 
 @pytest.mark.parametrize("exits", ["", "0"], ids=["serves", "exits"])
-def test_the_later_plugin_is_compiled_ahead(tmp_path: Path, exits: str) -> None:
+def test_the_later_plugin_is_compiled_ahead(tmp_path: Path, exits: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same command runs without devices, and a start with cores compiles nothing."""
+    monkeypatch.delenv("NEURON_PLATFORM_TARGET_OVERRIDE", raising=False)
     host = Host(tmp_path, NEURON)
     env = {name: value for name, value in host.config.env.items() if name != "NEURON_RT_VISIBLE_CORES"}
     built = host.replies("compile", env=env | {"EXITS": exits})[-1]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from workers.engines.server.server_metrics import ServerMetrics, TokenProgress, block_size
 from workers.messages.status import ServerLoad
-from workers.servers.server_metrics import ServerMetrics, TokenProgress, block_size
 
 TEXT = """\
 # HELP vllm:kv_cache_usage_perc KV-cache usage. 1 means 100 percent usage.

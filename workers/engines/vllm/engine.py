@@ -19,20 +19,14 @@ from placements.engines.vllm.capabilities import BLOCK_SIZE, LORA_SINCE, Plugin,
 from workers.compiled.host_sets import Buildable, LockedEntry, Tell
 from workers.engines.checkpoint_files import check_length, eos_token_ids, positions_of, read_config, text_settings
 from workers.engines.engine_setup import TORCH_DTYPES, dtype_on, source_of
+from workers.engines.server.adapters import served_name
+from workers.engines.server.server_metrics import block_size
+from workers.engines.server.server_process import Address, CompletionServer, ServerProcess, free_port, server_folder
+from workers.engines.vllm import artifacts as vllm_artifacts
+from workers.engines.vllm.adapters import EMPTY, loads_adapters, max_rank_of, most_loaded, write_empty_adapter
 from workers.host.interpreter import probe
 from workers.messages.engine_protocol import EngineLoadError, EngineSpec
 from workers.messages.replica_config import ReplicaConfig
-from workers.servers import vllm_artifacts
-from workers.servers.adapters import (
-    EMPTY,
-    loads_adapters,
-    max_rank_of,
-    most_loaded,
-    served_name,
-    write_empty_adapter,
-)
-from workers.servers.server_metrics import block_size
-from workers.servers.server_process import Address, CompletionServer, ServerProcess, free_port, server_folder
 
 log = logging.getLogger(__name__)
 

@@ -20,10 +20,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.checkpoints import make_checkpoint
 from tests.doubles.openai_server import make_vllm
 from tests.fleet import until
+from workers.engines.server.server_metrics import NAMES
+from workers.engines.server.server_process import CompletionServer
+from workers.engines.vllm.engine import QUEUED, start_vllm
 from workers.messages.replica_config import ReplicaConfig
-from workers.servers.server_metrics import NAMES
-from workers.servers.server_process import CompletionServer
-from workers.servers.vllm_engine import QUEUED, start_vllm
 
 PYTHON = os.environ.get("COREWRIGHT_VLLM_PYTHON")
 DEADLINE_S = 300.0

@@ -1,0 +1,83 @@
+"""An engine is one folder of the workers: its runner does what its capabilities say, and no other module names it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from placements.engines.registry import ENGINES, NAMES
+from workers import engines
+from workers.compiled.host_sets import compiles
+from workers.engines.open_engine import open_encoder, open_engine, runner_of
+from workers.messages.engine_protocol import EngineLoadError
+from workers.messages.replica_config import ReplicaConfig
+
+ENGINES_FOLDER = Path(engines.__file__).parent
+FOLDERS = {engine.module for engine in ENGINES.values()}
+
+
+def config(engine: str, **fields: object) -> ReplicaConfig:
+    whole = {"model": "m", "engine": engine, "source": None, "dtype": "fp32", "slots": 1, "max_len": 32}
+    return ReplicaConfig(**{**whole, "tp_degree": 1, "env": {}, **fields})  # type: ignore[arg-type]
+
+
+def _decided_by(node: ast.AST) -> Iterator[ast.AST]:
+    """Yields the parts of a comparison, a match, a mapping, a subscript or a set that decide by their value."""
+    if isinstance(node, ast.Compare):
+        yield from (node.left, *node.comparators)
+    elif isinstance(node, ast.MatchValue):
+        yield node.value
+    elif isinstance(node, ast.Dict):
+        yield from filter(None, node.keys)
+    elif isinstance(node, ast.Subscript):
+        yield node.slice
+    elif isinstance(node, ast.Set):
+        yield from node.elts
+
+
+def _named_engines(path: Path) -> set[str]:
+    """The engines by whose names a module decides."""
+    parts = (part for node in ast.walk(ast.parse(path.read_text())) for part in _decided_by(node))
+    constants = (node.value for part in parts for node in ast.walk(part) if isinstance(node, ast.Constant))
+    return {str(value) for value in constants if value in NAMES}
+
+
+def test_no_module_of_the_workers_decides_by_the_name_of_an_engine() -> None:
+    """Outside the engine's own folder: what differs is a field of its capabilities or of its runner."""
+    own = tuple(ENGINES_FOLDER / folder for folder in FOLDERS)
+    paths = [path for path in ENGINES_FOLDER.parent.rglob("*.py") if not any(map(path.is_relative_to, own))]
+    named = {str(path.relative_to(ENGINES_FOLDER.parent)): _named_engines(path) for path in paths}
+    assert {name: found for name, found in named.items() if found} == {}
+
+
+def test_the_engines_are_those_of_the_registry() -> None:
+    assert {path.parent.name for path in ENGINES_FOLDER.glob("*/__init__.py")} == FOLDERS
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_runner_does_what_its_engine_can(name: str) -> None:
+    engine, runner = ENGINES[name], runner_of(name)
+    serves = engine.runs_on == "server"
+    assert (runner.serve is not None) == serves
+    assert (runner.generate is not None) == ("generate" in engine.kinds and not serves)
+    assert (runner.encode is not None) == any(kind != "generate" for kind in engine.kinds)
+
+
+def test_an_engine_is_not_opened_for_what_it_cannot_do() -> None:
+    """The error names the engines that can."""
+    with pytest.raises(EngineLoadError, match=r"torch-neuronx does not serve models of kind generate.*use cpu, echo"):
+        open_engine(config("torch-neuronx"))
+    with pytest.raises(EngineLoadError, match=r"optimum-neuron does not serve.*use cpu, echo or torch-neuronx"):
+        open_encoder(config("optimum-neuron", kind="embedding"))
+
+
+def test_only_some_starts_compile() -> None:
+    """The cpu engine with its option, vLLM on real hosts, and those of Neuron."""
+    assert [name for name in NAMES if compiles(config(name))] == [
+        *("transformers-neuronx", "nxd-inference", "vllm", "optimum-neuron", "torch-neuronx")
+    ]
+    assert compiles(config("cpu", engine_options={"compile": True}))
+    assert not compiles(config("vllm", claims="/claims"))

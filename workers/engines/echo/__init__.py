@@ -1,0 +1,1 @@
+"""The echo engines, which need no model."""

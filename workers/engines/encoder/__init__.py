@@ -1,1 +1,0 @@
-"""Engines of models that encode whole texts: embeddings, rerankers and classifiers."""

@@ -1,0 +1,1 @@
+"""The engine vllm: `vllm serve` on the cores of a replica."""
