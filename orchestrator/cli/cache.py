@@ -442,7 +442,7 @@ def _starts(offline: OfflineConfig, read: bool) -> list[StartAnswer]:
     return [
         StartAnswer(
             **of,
-            engine=config.engine,
+            engine=config.model.engine,
             role=verdict.role,
             source=offline.draft_source if verdict.role == "draft" else offline.source,
             where=verdict.prediction.where if verdict.prediction.where != "nothing" else "",
@@ -458,7 +458,7 @@ def _reason(offline: OfflineConfig, prediction: Prediction) -> str:
     config = offline.config
     if not prediction.failed or isinstance(config, Failure) or not Path(prediction.place).is_dir():
         return prediction.reason
-    is_local = localized({**os.environ, **config.env}, keep_of(Path(config.compiled or ""))) is not None
+    is_local = localized({**os.environ, **config.place.env}, keep_of(Path(config.run.compiled or ""))) is not None
     if is_local or Path(prediction.place) == compiler_cache.location(os.environ):
         return prediction.reason
     return prediction.reason.replace(RETRY, f"{RETRY} --cache {shlex.quote(prediction.place)}")

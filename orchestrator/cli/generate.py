@@ -78,9 +78,11 @@ def _generate(config: ReplicaConfig, placement: Placement, question: dict[str, A
     job = GenerateJob(config=config, **question)
     try:
         _compile(config)
-        say(f"loading {config.model} ({config.engine}) on {where}")
+        say(f"loading {config.model.name} ({config.model.engine}) on {where}")
         arguments = ("workers.serving.generate_once",)
-        with json_process.running(arguments, job, python=config.python, env=config.env, log_file=config.log) as process:
+        with json_process.running(
+            arguments, job, python=config.run.python, env=config.place.env, log_file=config.run.log
+        ) as process:
             return _print_answer(process, job)
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -104,7 +106,7 @@ def _config(
     if isinstance(config, Failure):
         raise Failed.of(config)
     log = str(home.logs / f"generate-{placement.model}.log")
-    return _fetch(msgspec.structs.replace(config, log=log), home, resources)
+    return _fetch(config.with_run(log=log), home, resources)
 
 
 def _fetch(config: ReplicaConfig, home: Home, resources: contextlib.ExitStack) -> ReplicaConfig:
@@ -129,15 +131,15 @@ def _compile(config: ReplicaConfig) -> None:
         return
     forecast = prefetch.foresee(config)
     if forecast.trouble:
-        say(f"{config.model}: cannot check which graphs are compiled: {forecast.trouble}")
+        say(f"{config.model.name}: cannot check which graphs are compiled: {forecast.trouble}")
     if not forecast.missing:
         return
-    say(f"compiling {config.model} ({config.engine}): {'; '.join(forecast.missing)}")
-    result = prefetch.build(config, Progress(config.model), threading.Event())
+    say(f"compiling {config.model.name} ({config.model.engine}): {'; '.join(forecast.missing)}")
+    result = prefetch.build(config, Progress(config.model.name), threading.Event())
     if isinstance(result, Failure) and result.id != NEEDS_DEVICE:
         raise Failed.of(result)
     if not isinstance(result, Failure) and result.pulled and not result.compiled:
-        say(f"nothing to compile: all graphs came from {config.neff_cache}")
+        say(f"nothing to compile: all graphs came from {config.model.neff_cache}")
 
 
 def _print_answer(process: subprocess.Popen[bytes], job: GenerateJob) -> int:
@@ -156,7 +158,7 @@ def _print_answer(process: subprocess.Popen[bytes], job: GenerateJob) -> int:
             raise Failed.of(message.failure)
     code = process.wait()
     cause = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-    raise Failed("replica-died", f"the process of {job.config.model} {cause}", f"see {Path(job.config.log)}")
+    raise Failed("replica-died", f"the process of {job.config.model.name} {cause}", f"see {Path(job.config.run.log)}")
 
 
 @app.command()

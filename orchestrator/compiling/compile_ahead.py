@@ -13,8 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import msgspec
-
 from orchestrator.control.resolve.offline_configs import OfflineConfigs
 from orchestrator.control.resolve.spec_file import SpecFile
 from orchestrator.process.home import Home
@@ -137,7 +135,7 @@ class CompileAhead:
                     self._watch(BuildStep(item.models, ended, target=item.target))
                     continue
                 kind: object = item.keys or (prefetch.build_key(item.config), item.target)
-                key, same = (kind, item.config.neff_cache), jobs.get((kind, item.config.neff_cache))
+                key, same = (kind, item.config.model.neff_cache), jobs.get((kind, item.config.model.neff_cache))
                 models = item.models if same is None else tuple(dict.fromkeys((*same.models, *item.models)))
                 jobs[key] = replace(item if same is None else same, models=models)
         return Prepared(tuple(jobs.values()), tuple(outcomes))
@@ -191,16 +189,16 @@ class CompileAhead:
         if isinstance(config, Failure):
             engine = self._offline.generation.engines[placement.model]
             return CompileOutcome(**about, engine=engine, result="failed", failure=config)
-        config = msgspec.structs.replace(config, log=str(self._home.logs / log))
+        config = config.with_run(log=str(self._home.logs / log))
         if not prefetch.compiles(config):
-            return CompileOutcome(**about, engine=config.engine, result="nothing")
+            return CompileOutcome(**about, engine=config.model.engine, result="nothing")
         compiled = self._find_compiled(config) if known else None
         prediction = compiled or self._fetch_and_predict(config, models, target)
         if isinstance(prediction, Failure):
-            return CompileOutcome(**about, engine=config.engine, result="failed", failure=prediction)
+            return CompileOutcome(**about, engine=config.model.engine, result="failed", failure=prediction)
         fetched, predicted = prediction
         if not self._are_obtainable(config, predicted):
-            return CompileOutcome(**about, engine=config.engine, result="needs-device")
+            return CompileOutcome(**about, engine=config.model.engine, result="needs-device")
         complete = compiled is not None or not any(each.ahead and not each.complete for each in predicted.wanted)
         memory = self._spec.model(placement.model)
         return Job(
@@ -215,8 +213,8 @@ class CompileAhead:
     def _find_compiled(self, config: ReplicaConfig) -> tuple[ReplicaConfig, Predicted] | None:
         """Predicts the artifacts from the small files of the sources, without weights. None if they are incomplete here
         and in the ``neff_cache``, if they depend on the weights, or if all sources are on this host."""
-        nowhere = config.neff_cache is None and not self._home.compiled.is_dir()
-        if not wanted_by(config) or nowhere or config.engine in OF_WEIGHTS:
+        nowhere = config.model.neff_cache is None and not self._home.compiled.is_dir()
+        if not wanted_by(config) or nowhere or config.model.engine in OF_WEIGHTS:
             return None
         heads = self._offline.with_heads(config)
         predicted = heads if isinstance(heads, Failure) else self._predict(heads)
@@ -228,7 +226,7 @@ class CompileAhead:
 
     def _are_obtainable(self, config: ReplicaConfig, predicted: Predicted) -> bool:
         """Returns whether a build may provide all artifacts: it compiles or fetches them, or they are here already."""
-        shared = config.neff_cache is not None
+        shared = config.model.neff_cache is not None
         return all(
             artifacts.ahead
             or artifacts.complete
@@ -270,10 +268,10 @@ class CompileAhead:
         if time.monotonic() - began < PREDICT_S:
             return _died("predicted the artifacts of", config)
         fact = (
-            f"{config.python or 'this interpreter'} did not predict the artifacts of {config.model} "
+            f"{config.run.python or 'this interpreter'} did not predict the artifacts of {config.model.name} "
             f"within {PREDICT_S:.0f} s"
         )
-        return Failure("cache-not-verified", fact, f"see the log {config.log}")
+        return Failure("cache-not-verified", fact, f"see the log {config.run.log}")
 
     def _work(self, job: Job, ended: queue.SimpleQueue[tuple[Job, CompileOutcome]]) -> None:
         """Runs one job; always puts an outcome into the queue."""
@@ -297,7 +295,7 @@ class CompileAhead:
                     failure = message.failure
         except Stopped:
             failure = Failure(
-                "compile-stopped", f"compiling {config.model} was stopped", "run the command again to compile it"
+                "compile-stopped", f"compiling {config.model.name} was stopped", "run the command again to compile it"
             )
         if built is not None:
             self._watch(BuildStep(job.models, "done", target=job.target))
@@ -309,10 +307,10 @@ class CompileAhead:
 
 def _is_pushed(config: ReplicaConfig, artifacts: Wanted) -> bool:
     """Returns whether the ``neff_cache`` has the complete set; an unreachable cache counts as empty."""
-    if config.neff_cache is None or config.compiled is None or not artifacts.key:
+    if config.model.neff_cache is None or config.run.compiled is None or not artifacts.key:
         return False
     try:
-        entries = list(compiled_elsewhere(artifacts.manifest, Path(config.compiled), config.neff_cache))
+        entries = list(compiled_elsewhere(artifacts.manifest, Path(config.run.compiled), config.model.neff_cache))
     except SourceError:
         return False
     return any(entry.manifest == artifacts.manifest and not entry.missing for entry in entries)
@@ -323,7 +321,7 @@ def _failure_fields(failure: Failure | None) -> dict[str, str] | None:
 
 
 def _failed(job: Job, failure: Failure) -> CompileOutcome:
-    about: dict[str, Any] = {"models": job.models, "target": job.target, "engine": job.config.engine}
+    about: dict[str, Any] = {"models": job.models, "target": job.target, "engine": job.config.model.engine}
     if failure.id == NEEDS_DEVICE:
         return CompileOutcome(**about, result="needs-device", keys=job.keys)
     return CompileOutcome(**about, result="failed", keys=job.keys, failure=failure)
@@ -334,7 +332,7 @@ def _outcome(job: Job, built: Built) -> CompileOutcome:
     return CompileOutcome(
         models=job.models,
         target=job.target,
-        engine=job.config.engine,
+        engine=job.config.model.engine,
         result=result,
         keys=tuple(artifacts.key for artifacts in built.wanted),
         folders=tuple(artifacts.folder for artifacts in built.wanted),
@@ -346,8 +344,8 @@ def _outcome(job: Job, built: Built) -> CompileOutcome:
 
 
 def _died(doing: str, config: ReplicaConfig) -> Failure:
-    fact = f"the process that {doing} {config.model} ended without a result"
-    return Failure("compile-failed", fact, f"see the log {config.log}")
+    fact = f"the process that {doing} {config.model.name} ended without a result"
+    return Failure("compile-failed", fact, f"see the log {config.run.log}")
 
 
 class _FetchProgress(Progress):

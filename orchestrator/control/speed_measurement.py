@@ -7,14 +7,13 @@ import logging
 from collections.abc import Iterable, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
 from orchestrator.control.fleet_state import FleetState
 from orchestrator.control.resolve.resolved_revision import ResolvedRevision
 from orchestrator.process.version import corewright_version
-from placements.facts.engines import Engine
 from placements.resources.calibration import MeasuredSpeed, shape_of
 from placements.resources.measured_times import Times, merge, speeds_of
 from placements.spec.schema import ModelSpec
@@ -48,7 +47,7 @@ class SpeedMeasurement:
         if engine == "auto":
             running = (state.configs[view.id] for view in state.views.of_model(model.name) if view.id in state.configs)
             version = revision.versions[model.name]
-            engine = next((cast(Engine, each.engine) for each in running if each.version == version), engine)
+            engine = next((each.model.engine for each in running if each.run.version == version), engine)
         return shape_of(model, revision.checkpoints.get(model.name), engine, revision.hosts)
 
     def measured(self) -> tuple[MeasuredSpeed, ...]:

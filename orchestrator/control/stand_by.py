@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
-from typing import cast
 
 from orchestrator.control.effects import ClusterClient
 from orchestrator.control.fleet_state import FleetState
-from placements.facts.engines import Engine
 from workers.host.task_boundary import task_boundary
 
 log = logging.getLogger(__name__)
@@ -47,7 +45,7 @@ class StandBy:
         the engine: running replicas have it."""
         state, current = self._state, self._state.current
         engines = {current.engines[model.name] for model in current.spec.models}
-        engines |= {cast(Engine, state.configs[id].engine) for id in state.views if id in state.configs}
+        engines |= {state.configs[id].model.engine for id in state.views if id in state.configs}
         return current.spec.warm_engines(engines)
 
     def stop(self) -> None:

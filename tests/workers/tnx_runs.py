@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from placements.facts.engines import CPU_TRANSFORMERS, reaches
 from tests.checkpoints import VOCAB_SIZE
 from tests.closed.lane_record import count_compared
+from tests.replica_configs import replica_config
 from workers.batching.batcher import Batcher
 from workers.engines.checkpoint_files import eos_token_ids, read_config
 from workers.engines.cpu.engine import CpuEngine
@@ -79,7 +80,7 @@ def config(source: Path, **fields: Any) -> ReplicaConfig:
         "token": "",
         "tp_degree": 2,
     }
-    return ReplicaConfig(**usual | fields)
+    return replica_config(**usual | fields)
 
 
 def answers(

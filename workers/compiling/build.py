@@ -120,25 +120,25 @@ def check(config: ReplicaConfig) -> Checked:
     """Checks all that a start of ``config`` needs except cores: tokenizer, config.json, headers of weights, the
     engine's package and its view of the settings. Only its command can check the source of the engine server. Raises
     EngineLoadError, and errors of imports."""
-    if config.engine in ("echo", "server"):
+    if config.model.engine in ("echo", "server"):
         return Checked()
     hide_progress_bars()
     for folder in (config.source, config.draft_source):
         if folder is not None:
-            check_checkpoint(Path(folder), allow_pickle=config.allow_pickle)
-    load_tokenizer(config.engine, config.source)
-    if config.engine == "cpu":
+            check_checkpoint(Path(folder), allow_pickle=config.model.allow_pickle)
+    load_tokenizer(config.model.engine, config.source)
+    if config.model.engine == "cpu":
         from workers.engines.cpu.engine import check as check_cpu
 
         check_cpu(config)
-    elif config.engine not in SERVER_ENGINES:
+    elif config.model.engine not in SERVER_ENGINES:
         _buildables(config, read=False)
     return Checked()
 
 
 def predict(config: ReplicaConfig, read: bool = False) -> Predicted:
     """Returns the artifacts that a start of ``config`` needs, in the replica's environment. Raises EngineLoadError."""
-    return Predicted(engine=config.engine, wanted=[_wanted(config, unit) for unit in _buildables(config, read)])
+    return Predicted(engine=config.model.engine, wanted=[_wanted(config, unit) for unit in _buildables(config, read)])
 
 
 def compile_all(config: ReplicaConfig, report: Report, push: bool = False, make: bool = True) -> Built:
@@ -149,7 +149,7 @@ def compile_all(config: ReplicaConfig, report: Report, push: bool = False, make:
     SourceError, and errors of the package.
     """
     began = time.monotonic()
-    if config.compiled is None:
+    if config.run.compiled is None:
         raise EngineLoadError("compiled-unwritable", "there is no folder for compiled artifacts", "set `compiled`")
     done: dict[str, list[Any]] = {"compiled": [], "pulled": [], "pushed": [], "unsent": [], "warnings": []}
     units = _buildables(config, read=make)
@@ -164,8 +164,8 @@ def compile_all(config: ReplicaConfig, report: Report, push: bool = False, make:
 
 def _provide(config: ReplicaConfig, unit: Buildable, report: Report, push: bool, outcome: dict[str, list[Any]]) -> None:
     """Provides one set, and adds the outcome to ``outcome``, by fields of ``Built``."""
-    assert config.compiled is not None
-    path = peek(Path(config.compiled), unit.manifest).path
+    assert config.run.compiled is not None
+    path = peek(Path(config.run.compiled), unit.manifest).path
     key = path.name
 
     def working(phase: Any, done: int = 0, total: int = 0) -> None:
@@ -173,7 +173,7 @@ def _provide(config: ReplicaConfig, unit: Buildable, report: Report, push: bool,
 
     if file_lock.is_locked(path.with_name(f"{key}.lock")):
         working("waiting")
-    with entry(Path(config.compiled), unit.manifest, unit.is_whole) as held:
+    with entry(Path(config.run.compiled), unit.manifest, unit.is_whole) as held:
         if not held.complete:
             working("looking")
             if _is_pulled(config, held, outcome["warnings"]):
@@ -185,11 +185,11 @@ def _provide(config: ReplicaConfig, unit: Buildable, report: Report, push: bool,
                 working("compiling")
                 unit.make(held, lambda done, total: working("compiling", done, total))
                 outcome["compiled"].append(key)
-    if push and config.neff_cache:
+    if push and config.model.neff_cache:
         working("sending")
-        with entry(Path(config.compiled), unit.manifest, unit.is_whole) as held:  # with a shared lock now
+        with entry(Path(config.run.compiled), unit.manifest, unit.is_whole) as held:  # with a shared lock now
             try:
-                if shared_artifacts.push(held, config.neff_cache):
+                if shared_artifacts.push(held, config.model.neff_cache):
                     outcome["pushed"].append(key)
             except SourceError as error:  # the compile succeeded, and the next push sends it
                 outcome["unsent"].append(Failure(error.id, error.what, error.hint))
@@ -197,7 +197,7 @@ def _provide(config: ReplicaConfig, unit: Buildable, report: Report, push: bool,
 
 
 def _needs_device(config: ReplicaConfig, unit: Buildable) -> EngineLoadError:
-    message = f"{config.engine} can compile {unit.source} only on its cores, when a replica starts"
+    message = f"{config.model.engine} can compile {unit.source} only on its cores, when a replica starts"
     return EngineLoadError("compile-needs-device", message, "start a replica: its result is kept for later starts")
 
 
@@ -212,14 +212,14 @@ def _no_weights(unit: Buildable) -> Callable[..., None]:
 def _is_pulled(config: ReplicaConfig, held: LockedEntry, warnings: list[str]) -> bool:
     """Tries to fetch the set; an unavailable cache is only a warning, since the set can be compiled here."""
     try:
-        return config.neff_cache is not None and shared_artifacts.pull(held, config.neff_cache)
+        return config.model.neff_cache is not None and shared_artifacts.pull(held, config.model.neff_cache)
     except SourceError as error:
-        warnings.append(log_unavailable(config.neff_cache or "", error))
+        warnings.append(log_unavailable(config.model.neff_cache or "", error))
         return False
 
 
 def _buildables(config: ReplicaConfig, read: bool) -> list[Buildable]:
-    if config.engine == "vllm":
+    if config.model.engine == "vllm":
         from workers.servers.vllm_engine import buildables as of_vllm
 
         return of_vllm(config, read)
@@ -228,8 +228,8 @@ def _buildables(config: ReplicaConfig, read: bool) -> list[Buildable]:
 
 def _wanted(config: ReplicaConfig, unit: Buildable) -> Wanted:
     place = None
-    if config.compiled is not None and unit.kept and not unit.unread:
-        place = peek(Path(config.compiled), unit.manifest, unit.is_whole)
+    if config.run.compiled is not None and unit.kept and not unit.unread:
+        place = peek(Path(config.run.compiled), unit.manifest, unit.is_whole)
     return Wanted(
         role=unit.role,
         source=str(unit.source),
@@ -260,16 +260,20 @@ def run(command: str, order: Order, report: Report) -> bool:
             return True
     except (EngineLoadError, SourceError) as error:
         failure = Failure(error.id, error.what, error.hint)
-        report(BuildTrouble(_with_known_fault(failure, error, config.log) if error.id in VAGUE else failure))
+        report(BuildTrouble(_with_known_fault(failure, error, config.run.log) if error.id in VAGUE else failure))
     except Exception as error:
-        log.exception("%s of %s failed", command, config.model)
+        log.exception("%s of %s failed", command, config.model.name)
         if is_out_of_memory(error):
-            want = out_of_memory(error, f"compiling {config.model}")
+            want = out_of_memory(error, f"compiling {config.model.name}")
             report(BuildTrouble(Failure(want.id, want.what, want.hint)))
         else:
-            message = f"{command} of {config.model}: {type(error).__name__}: {error}"
+            message = f"{command} of {config.model.name}: {type(error).__name__}: {error}"
             id = "start-failed" if command == "check" else "compile-failed"
-            report(BuildTrouble(_with_known_fault(Failure(id, message, f"the log is {config.log}"), error, config.log)))
+            report(
+                BuildTrouble(
+                    _with_known_fault(Failure(id, message, f"the log is {config.run.log}"), error, config.run.log)
+                )
+            )
     return False
 
 
@@ -287,7 +291,7 @@ def main(arguments: list[str]) -> int:
     order = read_request(Order)
     for name in NEVER_SET:
         os.environ.pop(name, None)
-    os.environ.update(order.config.env)
+    os.environ.update(order.config.place.env)
     return 0 if run(arguments[0], order, answering()) else 1
 
 

@@ -48,21 +48,21 @@ class CompileService:
 
         def work(progress: Progress, stop: threading.Event) -> Built | Failure:
             need = self._need(config)
-            log.info("compiling %s needs about %.0f GiB of this host's memory", config.model, need)
+            log.info("compiling %s needs about %.0f GiB of this host's memory", config.model.name, need)
             with self._turns.turn(need, stop):
                 return prefetch.build(config, progress, stop)
 
-        return self._compiles.join(waiter, prefetch.build_key(config), config.model, work, wait_s)
+        return self._compiles.join(waiter, prefetch.build_key(config), config.model.name, work, wait_s)
 
     def foresee(self, waiter: str, config: ReplicaConfig, wait_s: float) -> prefetch.Foreseen | Failure | FetchStatus:
         """Predicts what a start of ``config`` would compile, in a process of its own; FetchStatus as in `compile`."""
         look = self._limited(prefetch.foresee, config)
-        return self._foresights.join(waiter, prefetch.build_key(config), config.model, look, wait_s)
+        return self._foresights.join(waiter, prefetch.build_key(config), config.model.name, look, wait_s)
 
     def check(self, waiter: str, config: ReplicaConfig, wait_s: float) -> Checked | Failure | FetchStatus:
         """Checks whether a start of ``config`` could load its files; FetchStatus as in `compile`."""
         look = self._limited(prefetch.check, config)
-        return self._checks.join(waiter, prefetch.build_key(config), config.model, look, wait_s)
+        return self._checks.join(waiter, prefetch.build_key(config), config.model.name, look, wait_s)
 
     def _limited(
         self, look: Callable[[ReplicaConfig, threading.Event, str | None], End], config: ReplicaConfig
@@ -72,8 +72,8 @@ class CompileService:
         def work(_: Progress, stop: threading.Event) -> End:
             with self._looks:
                 if stop.is_set():
-                    raise Stopped(f"stopped before {config.model} was examined")
-                return look(config, stop, self._warm_command(config.engine, config.python, config.env))
+                    raise Stopped(f"stopped before {config.model.name} was examined")
+                return look(config, stop, self._warm_command(config.model.engine, config.run.python, config.place.env))
 
         return work
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -25,7 +24,6 @@ from workers.neff_cache.candidates import candidates
 from workers.neff_cache.compiled_artifacts import compiles as compiles
 from workers.neff_cache.predict import ArtifactCandidate, Prediction, predict
 
-_OF_ONE_REPLICA = {"replica": 0, "epoch": 0, "socket": "", "token": "", "log": "", "credentials": None, "cores": []}
 GIVEN = ("nxd-inference", "optimum-neuron")  # they compile, except for a precompiled source
 ASK_S = 120.0  # to import an engine's package on a busy host
 
@@ -44,7 +42,7 @@ def verify(config: ReplicaConfig, *, read: bool = False, ahead: bool = False) ->
 
     ``read``: read weights whose digests are needed and unknown.
     """
-    predicted = needed(config, read=read) if compiles(config) else Predicted(engine=config.engine, wanted=[])
+    predicted = needed(config, read=read) if compiles(config) else Predicted(engine=config.model.engine, wanted=[])
     return predicted if isinstance(predicted, Failure) else verdicts(config, predicted, os.environ, ahead=ahead)
 
 
@@ -59,7 +57,7 @@ def verdicts(
             reason = "the source is precompiled for the model's settings"
             return [Verdict("model", source, Prediction("hit", "source", reason, source))]
         return [Verdict("model", source, predict(None, []))]
-    env = {**environment, **config.env}
+    env = {**environment, **config.place.env}
     return [
         Verdict(artifacts.role, artifacts.source, _predicted(config, artifacts, env, ahead))
         for artifacts in predicted.wanted
@@ -69,20 +67,20 @@ def verdicts(
 def needed(config: ReplicaConfig, *, read: bool = False) -> Predicted | Failure:
     """Returns the result of ``python -m workers.compiling.build predict`` in the replica's interpreter and
     environment."""
-    order = Order(config=msgspec.structs.replace(config, token="", credentials=None), read=read)
-    python = config.python or sys.executable
+    order = Order(config=config.with_run(token="", credentials=None), read=read)
+    python = config.run.python or sys.executable
     try:
         done = subprocess.run(
             [python, "-m", "workers.compiling.build", "predict"],
             input=json_process.encoded(order),
             capture_output=True,
-            env=json_process.environment(config.env),
+            env=json_process.environment(config.place.env),
             cwd="/",  # the current folder may have another package `workers`
             timeout=None if read else ASK_S,
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        return Failure("cache-not-verified", f"cannot run {python} to find out what {config.model} needs: {error}")
+        return Failure("cache-not-verified", f"cannot run {python} to find out what {config.model.name} needs: {error}")
     for line in done.stdout.splitlines():
         reply = msgspec.json.decode(line, type=Reply)
         if isinstance(reply, BuildTrouble):
@@ -98,11 +96,16 @@ def _predicted(config: ReplicaConfig, artifacts: Wanted, env: Mapping[str, str],
     if artifacts.unread:
         reason = f"{len(artifacts.unread)} files of the checkpoint need digests and are unread; read them with --read"
         return Prediction("compile", "nothing", reason)
-    if config.compiled is None:
+    if config.run.compiled is None:
         return Prediction("compile", "nothing", "there is no folder for compiled artifacts")
-    root = Path(config.compiled)
+    root = Path(config.run.compiled)
     existing = candidates(
-        artifacts.manifest, root, Path(artifacts.source), env, kept=bool(artifacts.folder), neff_cache=config.neff_cache
+        artifacts.manifest,
+        root,
+        Path(artifacts.source),
+        env,
+        kept=bool(artifacts.folder),
+        neff_cache=config.model.neff_cache,
     )
     if artifacts.folder and not artifacts.complete:  # by the engine's own check of the folder
         existing = [_incomplete(candidate, artifacts.folder) for candidate in existing]
@@ -124,8 +127,9 @@ class Foreseen(msgspec.Struct, frozen=True, kw_only=True):
 
 def build_key(config: ReplicaConfig) -> str:
     """Returns a key that is equal for configs whose replicas need the same compiled artifacts."""
-    plain = msgspec.to_builtins(msgspec.structs.replace(config, env={}, **_OF_ONE_REPLICA))
-    return blake2s(json.dumps(plain, sort_keys=True).encode(), digest_size=10).hexdigest()
+    folders = {key: origin.folder for key, origin in config.origins.items()}
+    parts = (config.model.started_with, sorted(folders.items()), config.run.python, config.run.server_python)
+    return blake2s(repr((*parts, config.run.compiled)).encode(), digest_size=10).hexdigest()
 
 
 def check(config: ReplicaConfig, stop: threading.Event | None = None, warm: str | None = None) -> Checked | Failure:
@@ -138,9 +142,9 @@ def check(config: ReplicaConfig, stop: threading.Event | None = None, warm: str 
             if isinstance(reply, BuildTrouble):
                 return reply.failure
     except (OSError, subprocess.SubprocessError, msgspec.MsgspecError) as error:
-        return Failure("start-failed", f"{config.model} cannot be checked: {type(error).__name__}: {error}")
-    message = f"the process that checked {config.model} ended without a result"
-    return Failure("start-failed", message, f"its log is {config.log}")
+        return Failure("start-failed", f"{config.model.name} cannot be checked: {type(error).__name__}: {error}")
+    message = f"the process that checked {config.model.name} ended without a result"
+    return Failure("start-failed", message, f"its log is {config.run.log}")
 
 
 def foresee(config: ReplicaConfig, stop: threading.Event | None = None, warm: str | None = None) -> Foreseen:
@@ -190,7 +194,9 @@ def build(config: ReplicaConfig, progress: Progress, stop: threading.Event) -> B
             return reply
         elif isinstance(reply, BuildTrouble):
             return reply.failure
-    return Failure("compile-failed", f"the process that compiled {config.model} ended without a result", config.log)
+    return Failure(
+        "compile-failed", f"the process that compiled {config.model.name} ended without a result", config.run.log
+    )
 
 
 def answers(
@@ -208,15 +214,15 @@ def answers(
 
     Blocks. Raises Stopped soon after ``stop`` is set, and OSError if the process cannot be started.
     """
-    config = msgspec.structs.replace(config, token="", credentials=None)
+    config = config.with_run(token="", credentials=None)
     order = Order(config=config, push=push, make=make)
     arguments = ("workers.compiling.build", command)
     with json_process.running(
         arguments,
         order,
-        python=config.python,
-        env=config.env,
-        log_file=config.log,
+        python=config.run.python,
+        env=config.place.env,
+        log_file=config.run.log,
         warm=warm,
         stop=stop,
         limit_s=limit_s,
@@ -226,4 +232,4 @@ def answers(
             yield msgspec.json.decode(line, type=Reply)
         process.wait()
         if stop.is_set():
-            raise Stopped(f"stopped {command} of {config.model}: it has no waiters left")
+            raise Stopped(f"stopped {command} of {config.model.name}: it has no waiters left")

@@ -65,20 +65,20 @@ def _bring(
     if isinstance(predicted, Failure):
         raise EngineLoadError(predicted.id, predicted.what, predicted.hint)
     yield from _compiled(config, predicted, stop)
-    if config.engine == CACHED and config.compiled is not None:
+    if config.model.engine == CACHED and config.run.compiled is not None:
         yield from _graphs(config, predicted, stop)
 
 
 def _compiled(config: ReplicaConfig, predicted: Predicted, stop: threading.Event) -> Iterator[tuple[str, int]]:
     """Fetches complete artifacts that another host has pushed."""
     for artifacts in predicted.wanted:
-        if not artifacts.folder or artifacts.complete or not config.neff_cache:
+        if not artifacts.folder or artifacts.complete or not config.model.neff_cache:
             continue
         with entry(Path(artifacts.folder).parent, artifacts.manifest) as held:
             if held.complete:
                 continue
             try:
-                is_here = shared_artifacts.pull(held, config.neff_cache, stop)
+                is_here = shared_artifacts.pull(held, config.model.neff_cache, stop)
             finally:
                 with contextlib.suppress(OSError):
                     held.path.rmdir()  # only if nothing was fetched, and it is empty
@@ -89,7 +89,7 @@ def _compiled(config: ReplicaConfig, predicted: Predicted, stop: threading.Event
 
 def _graphs(config: ReplicaConfig, predicted: Predicted, stop: threading.Event) -> Iterator[tuple[str, int]]:
     """Fetches entries of a remote Neuron cache that is replaced by a local folder."""
-    place = localized({**os.environ, **config.env}, keep_of(Path(config.compiled or "")))
+    place = localized({**os.environ, **config.place.env}, keep_of(Path(config.run.compiled or "")))
     for artifacts in predicted.wanted if place is not None else ():
         assert place is not None
         compiler = record_of(artifacts.manifest).compiler

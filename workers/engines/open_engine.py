@@ -67,22 +67,22 @@ def open_engine(config: ReplicaConfig) -> GenerateEngine:
 
 def open_encoder(config: ReplicaConfig) -> EncodeEngine:
     """Returns the engine of a model that does not generate, not loaded yet. Raises EngineLoadError."""
-    assert config.kind != "generate"
-    return cast(EncodeEngine, _call(ENCODING, config, what=f" for kind {config.kind}"))
+    assert config.model.kind != "generate"
+    return cast(EncodeEngine, _call(ENCODING, config, what=f" for kind {config.model.kind}"))
 
 
 def buildables(config: ReplicaConfig, read: bool) -> list[Buildable]:
     """Returns what a start of ``config`` compiles. With ``read`` False, no weights are read for their digests. Raises
     EngineLoadError."""
-    return [] if config.engine == "echo" else cast(list[Buildable], _call(COMPILING, config, read))
+    return [] if config.model.engine == "echo" else cast(list[Buildable], _call(COMPILING, config, read))
 
 
 def _call(table: Mapping[str, str], config: ReplicaConfig, *arguments: object, what: str = "") -> Any:
-    if config.engine not in table:
+    if config.model.engine not in table:
         *names, last = table
-        message = f"this version has no engine {config.engine!r}{what}"
+        message = f"this version has no engine {config.model.engine!r}{what}"
         raise EngineLoadError("engine-not-installed", message, f"use {', '.join(names)} or {last}")
-    if config.engine != "echo":
+    if config.model.engine != "echo":
         hide_progress_bars()
-    module, _, name = table[config.engine].partition(":")
+    module, _, name = table[config.model.engine].partition(":")
     return getattr(import_module(module), name)(config, *arguments)

@@ -200,11 +200,11 @@ def compiling(name: str, where: str) -> Iterator[None]:
 
 def compiles(config: ReplicaConfig) -> bool:
     """Returns whether the config's engine compiles artifacts that are kept."""
-    if config.engine == "cpu":
-        return bool(config.engine_options.get("compile"))
-    if config.engine == "vllm":
-        return config.claims is None  # on emulated hosts, its CPU back end compiles nothing
-    return config.engine != "echo"
+    if config.model.engine == "cpu":
+        return bool(config.model.engine_options.get("compile"))
+    if config.model.engine == "vllm":
+        return config.place.claims is None  # on emulated hosts, its CPU back end compiles nothing
+    return config.model.engine != "echo"
 
 
 Tell = Callable[[int, int], None]

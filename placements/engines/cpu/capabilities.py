@@ -22,5 +22,5 @@ CAPABILITIES = Capabilities(
     ),
     runs_code=True,
 )
-"""``prefill_chunk``: tokens of a prompt in one forward pass; ``prefix_cache``: reuse the longest prefix that a slot still
-holds; ``compile``: compile each bucket with torch.compile."""
+"""``prefill_chunk``: tokens of a prompt in one forward pass; ``prefix_cache``: reuse the longest prefix that a slot
+still holds; ``compile``: compile each bucket with torch.compile."""

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from orchestrator.cli import main as cli
@@ -28,7 +27,7 @@ from tests.workers.tnx_runs import config as tnx
 from workers.artifacts.store.artifact_uses import using
 from workers.artifacts.store.store import Store, StoreSettings
 from workers.host.neuron_faults import fault_of
-from workers.messages.replica_config import ReplicaConfig
+from workers.messages.replica_config import ReplicaConfig, encoded
 from workers.neff_cache import compiler_cache, neuron_target, shared_artifacts
 from workers.neff_cache.compiled_artifacts import MANIFEST, entry
 from workers.neff_cache.entries import read_entries
@@ -311,7 +310,7 @@ def test_every_command_sets_the_target_of_the_compiler(tmp_path: Path, monkeypat
         for heads in (True, False):
             (replica_config,) = configs(load(str(spec)), Home(tmp_path / "home"), heads=heads)
             assert isinstance(replica_config.config, ReplicaConfig)
-            targets.append(replica_config.config.env.get(neuron_target.OVERRIDE))
+            targets.append(replica_config.config.place.env.get(neuron_target.OVERRIDE))
     assert targets == ["trn1", "trn1", None, None]
 
 
@@ -354,8 +353,8 @@ def compile_ahead(spec: Path, home: Path) -> None:
     config = replica_config.config
     assert isinstance(config, ReplicaConfig)
     done = subprocess.run(
-        [config.python or sys.executable, "-m", "workers.compiling.build", "compile"],
-        input=msgspec.json.encode(Order(config=config)),
+        [config.run.python or sys.executable, "-m", "workers.compiling.build", "compile"],
+        input=encoded(Order(config=config)),
         capture_output=True,
         timeout=120,
     )

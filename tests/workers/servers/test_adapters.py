@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from placements.facts.vllm import Plugin
+from tests.replica_configs import replica_config
 from workers.messages.engine_protocol import EngineLoadError
-from workers.messages.replica_config import ReplicaConfig
 from workers.servers.server_process import Address
 from workers.servers.vllm_engine import VllmInstallation, arguments
 
@@ -24,7 +24,7 @@ def command(
         adapters[name] = str(folder / name)
         (folder / name).mkdir()
         (folder / name / "adapter_config.json").write_text(json.dumps(content))
-    config = ReplicaConfig(
+    config = replica_config(
         model="m",
         engine="vllm",
         source=str(folder),

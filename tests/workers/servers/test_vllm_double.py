@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.checkpoints import make_checkpoint
 from tests.doubles.openai_server import make_vllm
 from tests.fleet import until
-from workers.messages.replica_config import ReplicaConfig
+from tests.replica_configs import replica_config
 from workers.servers.server_metrics import NAMES
 from workers.servers.server_process import CompletionServer
 from workers.servers.vllm_engine import QUEUED, start_vllm
@@ -80,7 +80,7 @@ class Server:
 
     def __init__(self, source: Path, folder: Path, python: str, fifo: Path | None = None) -> None:
         """``fifo`` is what the double waits for."""
-        config = ReplicaConfig(
+        config = replica_config(
             model="tiny",
             engine="vllm",
             dtype="fp32",

@@ -66,7 +66,7 @@ def buildables(config: ReplicaConfig, read: bool = True) -> list[Buildable]:
 
 def kept_in(config: ReplicaConfig) -> Path | None:
     """Returns the folder of kept artifacts, if they are kept."""
-    return None if config.compiled is None else Path(config.compiled)
+    return None if config.run.compiled is None else Path(config.run.compiled)
 
 
 def _build_config(package: Package, settings: NxdSettings) -> tuple[Any, Any]:

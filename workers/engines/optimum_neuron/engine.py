@@ -77,7 +77,7 @@ def _is_compiled(settings: OptimumSettings, package: OptimumPackage) -> bool:
 
 def kept_in(config: ReplicaConfig) -> Path | None:
     """Returns the folder of kept artifacts, if they are kept."""
-    return None if config.compiled is None else Path(config.compiled)
+    return None if config.run.compiled is None else Path(config.run.compiled)
 
 
 class OptimumEngine(CompiledEngine):
