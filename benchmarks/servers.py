@@ -32,6 +32,7 @@ from benchmarks.report import Target, finish
 from benchmarks.servers_parts import sleeping_server
 from benchmarks.servers_parts.load import Load, Run, send
 from orchestrator.process.addresses import free_port
+from placements.spec.schema import ModelSpec
 from tests.checkpoints import make_checkpoint
 from tests.fleet import LiveFleet, until
 from workers.engines.server.server_process import Address
@@ -133,7 +134,9 @@ def cpus() -> tuple[int, int]:
 def vllm_alone(python: str, source: Path) -> Iterator[str]:
     """The server that corewright starts, with the same flags, on a port."""
     port = free_port()
-    config = ReplicaConfig(model="llama", engine="vllm", source=str(source), dtype="fp32", slots=SLOTS, max_len=MAX_LEN)
+    config = ReplicaConfig(
+        model=ModelSpec(name="llama", engine="vllm", source=str(source), dtype="fp32", max_batch=SLOTS, max_len=MAX_LEN)
+    )
     flags = arguments(config, installation(python), Address(port=port))
     env = {
         **os.environ,

@@ -394,7 +394,7 @@ def _starts(offline: OfflineConfig, read: bool) -> list[StartAnswer]:
     return [
         StartAnswer(
             **of,
-            engine=config.engine,
+            engine=config.model.engine,
             role=wanted.role,
             source=offline.draft_source if wanted.role == "draft" else offline.source,
             where=wanted.prediction.where if wanted.prediction.where != "nothing" else "",
@@ -410,7 +410,7 @@ def _reason(offline: OfflineConfig, prediction: Prediction) -> str:
     config = offline.config
     if not prediction.failed or isinstance(config, Failure) or not Path(prediction.place).is_dir():
         return prediction.reason
-    _, localized = cache_of({**os.environ, **config.env}, Path(config.compiled or ""))
+    _, localized = cache_of({**os.environ, **config.place.env}, Path(config.run.compiled or ""))
     if localized is not None or Path(prediction.place) == neuron_cache.location(os.environ):
         return prediction.reason
     return prediction.reason.replace(RETRY, f"{RETRY} --cache {shlex.quote(prediction.place)}")

@@ -79,9 +79,11 @@ def _generate(config: ReplicaConfig, placement: Placement, question: dict[str, A
     job = GenerateJob(config=config, **question)
     try:
         _compile(config)
-        say(f"loading {config.model} ({config.engine}) on {where}")
+        say(f"loading {config.model.name} ({config.model.engine}) on {where}")
         arguments = ("workers.serving.generate_once",)
-        with json_process.running(arguments, job, python=config.python, env=config.env, log_file=config.log) as process:
+        with json_process.running(
+            arguments, job, python=config.run.python, env=config.place.env, log_file=config.run.log
+        ) as process:
             return _print_answer(process, job)
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -105,7 +107,7 @@ def _config(
     if isinstance(config, Failure):
         raise Failed.of(config)
     log = str(home.logs / f"generate-{placement.model}.log")
-    return _fetch(msgspec.structs.replace(config, log=log), home, resources)
+    return _fetch(config.with_run(log=log), home, resources)
 
 
 def _fetch(config: ReplicaConfig, home: Home, resources: contextlib.ExitStack) -> ReplicaConfig:
@@ -130,15 +132,15 @@ def _compile(config: ReplicaConfig) -> None:
         return
     forecast = preparation.foresee(config, threading.Event())
     if forecast.trouble:
-        say(f"{config.model}: cannot check which graphs are compiled: {forecast.trouble}")
+        say(f"{config.model.name}: cannot check which graphs are compiled: {forecast.trouble}")
     if not forecast.missing:
         return
-    say(f"compiling {config.model} ({config.engine}): {'; '.join(forecast.missing)}")
-    result = preparation.build(config, Progress(config.model), threading.Event())
+    say(f"compiling {config.model.name} ({config.model.engine}): {'; '.join(forecast.missing)}")
+    result = preparation.build(config, Progress(config.model.name), threading.Event())
     if isinstance(result, Failure) and result.id != NEEDS_DEVICE:
         raise Failed.of(result)
     if not isinstance(result, Failure) and result.pulled and not result.compiled:
-        say(f"nothing to compile: all graphs came from {config.neff_cache}")
+        say(f"nothing to compile: all graphs came from {config.model.neff_cache}")
 
 
 def _print_answer(process: subprocess.Popen[bytes], job: GenerateJob) -> int:
@@ -157,7 +159,7 @@ def _print_answer(process: subprocess.Popen[bytes], job: GenerateJob) -> int:
             raise Failed.of(message.failure)
     code = process.wait()
     cause = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-    raise Failed("replica-died", f"the process of {job.config.model} {cause}", f"see {Path(job.config.log)}")
+    raise Failed("replica-died", f"the process of {job.config.model.name} {cause}", f"see {Path(job.config.run.log)}")
 
 
 @app.command()

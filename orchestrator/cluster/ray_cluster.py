@@ -152,11 +152,11 @@ class RayCluster(ReplicaActors):
         return self._hosts.replies(host, "fetch", wanted, FETCH_S)
 
     async def prepare(self, step: StartStep, config: ReplicaConfig) -> Sequence[str] | Failure:
-        ended: Any = [reply async for reply in self._hosts.replies(config.host, step, config, LONG_S)][-1]
+        ended: Any = [reply async for reply in self._hosts.replies(config.place.host, step, config, LONG_S)][-1]
         if step == "foresee":
             trouble = ended.what if isinstance(ended, Failure) else ended.trouble
             if trouble:
-                return Failure("foresee-failed", f"cannot predict what {config.model} would compile: {trouble}")
+                return Failure("foresee-failed", f"cannot predict what {config.model.name} would compile: {trouble}")
             missing: list[str] = ended.missing
             return missing
         return ended if isinstance(ended, Failure) else ()

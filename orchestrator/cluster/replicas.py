@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
-import msgspec.structs
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -68,12 +67,12 @@ class ReplicaActors:
         self._replicas: dict[str, ReplicaActor] = {}
 
     async def start(self, config: ReplicaConfig) -> None:
-        node = await self._nodes.wait_living(config.host)
+        node = await self._nodes.wait_living(config.place.host)
         if node is None:
-            raise HostLost(f"the Ray node of {config.host} is gone")
-        if config.listen or self._nodes.are_joined:  # there can be gateways of other machines
-            config = msgspec.structs.replace(config, listen=f"{TLS_SCHEME}://{node.url_host}:0")
-        name = actor_name(config.model, config.replica, config.epoch)
+            raise HostLost(f"the Ray node of {config.place.host} is gone")
+        if config.run.listen or self._nodes.are_joined:  # there can be gateways of other machines
+            config = config.with_run(listen=f"{TLS_SCHEME}://{node.url_host}:0")
+        name = actor_name(config.model.name, config.place.replica, config.run.epoch)
         replica = self._replicas[name] = ReplicaActor(config, registers=True)
         try:  # without a deadline: it may be registered whenever the head is back
             create = partial(self._create, name, config, node, await self._runtime_env(name, config, node))
@@ -86,15 +85,17 @@ class ReplicaActors:
         so that a spare worker of Ray can become any replica; they set their own variables themselves."""
         shared = self.shared_variables(node)
         command: str | None = None
-        if config.warm:
+        if config.run.warm:
             try:
-                command = await self._hosts.ask(node, NEAR_S, "warm_command", config.engine, config.python, config.env)
+                command = await self._hosts.ask(
+                    node, NEAR_S, "warm_command", config.model.engine, config.run.python, config.place.env
+                )
             except (RayError, asyncio.TimeoutError) as error:
                 log.warning("%s starts as a fresh process: %s", name, str(error).partition("\n")[0])
         if command is not None:
             return {"env_vars": shared, "py_executable": command}
-        interpreter = {} if config.python is None else {"py_executable": config.python}
-        return {"env_vars": {**config.env, **shared}, **interpreter}
+        interpreter = {} if config.run.python is None else {"py_executable": config.run.python}
+        return {"env_vars": {**config.place.env, **shared}, **interpreter}
 
     def shared_variables(self, node: RayNode) -> dict[str, str]:
         """Returns the variables that all replicas of a node have in their runtime environments."""
@@ -103,13 +104,13 @@ class ReplicaActors:
     def _create(self, name: str, config: ReplicaConfig, node: RayNode, runtime_env: dict[str, Any]) -> Any:
         """Register the actor of a replica. Blocks while the head is away."""
         return (
-            _actor_class(config.model)
+            _actor_class(config.model.name)
             .options(
                 name=name,
                 namespace=self._namespace,
                 lifetime="detached",  # it survives a restart of the controller
                 num_cpus=0,
-                resources={f"nc{core}": 1.0 for core in config.cores},
+                resources={f"nc{core}": 1.0 for core in config.place.cores},
                 max_restarts=0,
                 max_task_retries=0,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False),
@@ -126,15 +127,15 @@ class ReplicaActors:
                 status: ReplicaStatus = await self._clock.within(replica.actor.watch.remote(seen, WATCH_S), deadline)
             except asyncio.TimeoutError:
                 if not replica.has_replied:
-                    await self._free_leases(name, replica.config.host)
-                elif not await self._is_host_silent(replica.config.host):
+                    await self._free_leases(name, replica.config.place.host)
+                elif not await self._is_host_silent(replica.config.place.host):
                     death = f"it has not replied for {WATCH_S + CALL_DEADLINE_S:.0f} s: its process hangs"
                     raise ReplicaDied(death) from None
             except RayTaskError as error:
                 raise ReplicaDied(f"the actor failed: {error.cause}") from None
             except RayError as error:
                 death = cause_of_death(error)
-                if death != DISCONNECTED or not await self._is_host_silent(replica.config.host):
+                if death != DISCONNECTED or not await self._is_host_silent(replica.config.place.host):
                     ending = await self._ending(replica) if death in (CRASHED, DISCONNECTED) else None
                     raise ReplicaDied(death if ending is None else f"its process {ending}") from None
                 await asyncio.sleep(SILENT_RETRY_S)
@@ -166,7 +167,7 @@ class ReplicaActors:
         """Have the replica's host watch its process, whose end Ray may not explain."""
         if replica.process is None:
             replica.process = status.pid, status.started
-            if (node := self._nodes.living(replica.config.host)) is not None:
+            if (node := self._nodes.living(replica.config.place.host)) is not None:
                 with contextlib.suppress(RayError, asyncio.TimeoutError):
                     (await self._hosts.of(node)).watch_process.remote(status.pid, status.started)
 
@@ -176,14 +177,14 @@ class ReplicaActors:
             return None
         try:
             ending: str | None = await self._hosts.call(
-                replica.config.host, "process_exit", *replica.process, replica.config.log
+                replica.config.place.host, "process_exit", *replica.process, replica.config.run.log
             )
         except (HostLost, RayError):
             return None
         return f"{ending}: manually, or by the kernel when out of memory" if ending == BY_SIGKILL else ending
 
     async def set_adapters(self, config: ReplicaConfig) -> Failure | None:
-        replica = self._replicas.get(actor_name(config.model, config.replica, config.epoch))
+        replica = self._replicas.get(actor_name(config.model.name, config.place.replica, config.run.epoch))
         if replica is None or replica.actor is None:
             raise ReplicaDied("it was ended")
         try:
@@ -242,7 +243,7 @@ class ReplicaActors:
         return {
             name: (replica.actor._actor_id.hex(), node.id)
             for name, replica in self._replicas.items()
-            if replica.actor is not None and (node := self._nodes.living(replica.config.host)) is not None
+            if replica.actor is not None and (node := self._nodes.living(replica.config.place.host)) is not None
         }
 
     async def survivors(self) -> tuple[Sequence[Survivor], Mapping[str, int]]:

@@ -11,8 +11,6 @@ from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import msgspec
-
 from orchestrator.control.resolve.offline_configs import OfflineConfigs
 from orchestrator.control.resolve.spec_file import SpecFile
 from orchestrator.process.home import Home
@@ -129,7 +127,7 @@ class CompileAhead:
                     self._watch(BuildStep(item.models, ended, target=item.target))
                     continue
                 kind: object = item.keys or (build_key(item.config), item.target)
-                key, same = (kind, item.config.neff_cache), jobs.get((kind, item.config.neff_cache))
+                key, same = (kind, item.config.model.neff_cache), jobs.get((kind, item.config.model.neff_cache))
                 models = item.models if same is None else tuple(dict.fromkeys((*same.models, *item.models)))
                 jobs[key] = replace(item if same is None else same, models=models)
         return list(jobs.values()), outcomes
@@ -181,16 +179,16 @@ class CompileAhead:
         if isinstance(config, Failure):
             engine = self._offline.generation.engines[placement.model]
             return CompileOutcome(**about, engine=engine, result="failed", failure=config)
-        config = msgspec.structs.replace(config, log=str(self._home.logs / log))
+        config = config.with_run(log=str(self._home.logs / log))
         if not compiles(config):
-            return CompileOutcome(**about, engine=config.engine, result="nothing")
+            return CompileOutcome(**about, engine=config.model.engine, result="nothing")
         compiled = self._find_compiled(config) if known else None
         prediction = compiled or self._fetch_and_predict(config, BuildStep(models, "fetching", target=target))
         if isinstance(prediction, Failure):
-            return CompileOutcome(**about, engine=config.engine, result="failed", failure=prediction)
+            return CompileOutcome(**about, engine=config.model.engine, result="failed", failure=prediction)
         fetched, predicted = prediction
         if not self._are_obtainable(config, predicted):
-            return CompileOutcome(**about, engine=config.engine, result="needs-device")
+            return CompileOutcome(**about, engine=config.model.engine, result="needs-device")
         complete = compiled is not None or not any(each.ahead and not each.complete for each in predicted.wanted)
         memory = self._spec.model(placement.model)
         return Job(
@@ -205,8 +203,8 @@ class CompileAhead:
     def _find_compiled(self, config: ReplicaConfig) -> tuple[ReplicaConfig, Predicted] | None:
         """Predicts the artifacts from the small files of the sources, without weights. None if they are incomplete here
         and in the ``neff_cache``, if they depend on the weights, or if all sources are on this host."""
-        nowhere = config.neff_cache is None and not self._home.compiled.is_dir()
-        if not wanted_by(config) or nowhere or capabilities(config.engine).stores_shards:
+        nowhere = config.model.neff_cache is None and not self._home.compiled.is_dir()
+        if not wanted_by(config) or nowhere or capabilities(config.model.engine).stores_shards:
             return None
         heads = self._offline.with_heads(config)
         predicted = heads if isinstance(heads, Failure) else self._predict(heads)
@@ -219,7 +217,7 @@ class CompileAhead:
 
     def _are_obtainable(self, config: ReplicaConfig, predicted: Predicted) -> bool:
         """Returns whether a build may provide all artifacts: it compiles or fetches them, or they are here already."""
-        shared = config.neff_cache is not None
+        shared = config.model.neff_cache is not None
         return all(
             artifacts.ahead
             or artifacts.complete
@@ -246,8 +244,9 @@ class CompileAhead:
 
     def _work(self, job: Job, ended: queue.SimpleQueue[tuple[Job, Job | CompileOutcome | None]]) -> None:
         """Runs one job; always puts an outcome into the queue."""
-        fact = f"the thread that compiled {job.config.model} failed"
-        outcome: CompileOutcome | None = _failed(job, Failure("compile-failed", fact, f"see the log {job.config.log}"))
+        fact = f"the thread that compiled {job.config.model.name} failed"
+        hint = f"see the log {job.config.run.log}"
+        outcome: CompileOutcome | None = _failed(job, Failure("compile-failed", fact, hint))
         try:
             outcome = self._build(job)
         finally:
@@ -263,7 +262,7 @@ class CompileAhead:
         try:
             result = preparation.run_process("compile", order, self._stop, tell=tell)
         except Stopped:
-            fact = f"compiling {job.config.model} was stopped"
+            fact = f"compiling {job.config.model.name} was stopped"
             result = Failure("compile-stopped", fact, "run the command again to compile it")
         if isinstance(result, Built) and result.missing:
             return None
@@ -276,7 +275,7 @@ def _failure_fields(failure: Failure | None) -> dict[str, str] | None:
 
 
 def _failed(job: Job, failure: Failure) -> CompileOutcome:
-    about: dict[str, Any] = {"models": job.models, "target": job.target, "engine": job.config.engine}
+    about: dict[str, Any] = {"models": job.models, "target": job.target, "engine": job.config.model.engine}
     if failure.id == NEEDS_DEVICE:
         return CompileOutcome(**about, result="needs-device", keys=job.keys)
     return CompileOutcome(**about, result="failed", keys=job.keys, failure=failure)
@@ -287,7 +286,7 @@ def _outcome(job: Job, built: Built) -> CompileOutcome:
     return CompileOutcome(
         models=job.models,
         target=job.target,
-        engine=job.config.engine,
+        engine=job.config.model.engine,
         result=result,
         keys=tuple(artifacts.key for artifacts in built.wanted),
         folders=tuple(artifacts.folder for artifacts in built.wanted),

@@ -101,7 +101,7 @@ class AdapterUpdates:
         landed: dict[Keys, FetchedArtifact] = {}
         for keys, artifact in wanted_by(config).items():
             if keys[0] == ADAPTERS:
-                async for reply in self._cluster.fetch(artifact, config.host):
+                async for reply in self._cluster.fetch(artifact, config.place.host):
                     if isinstance(reply, Failure):
                         raise ConnectionError(str(reply))
                     if isinstance(reply, FetchedArtifact):

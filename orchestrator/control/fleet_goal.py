@@ -106,7 +106,7 @@ def _mixes(state: FleetState, generation: ResolvedRevision, model: ModelSpec) ->
     """Returns whether all running versions of the model have the same tokenizer as ``generation``."""
     version, own = generation.versions[model.name], generation.tokenizers[model.name]
     return all(
-        state.configs[view.id].tokenizer == own
+        state.configs[view.id].run.tokenizer == own
         for view in state.views.of_model(model.name)
         if view.version != version and view.id in state.configs
     )

@@ -186,13 +186,13 @@ class FleetState:
         self.views[view.id] = view
         self.configs[view.id] = config
         self.pins.adopt(config)
-        self._numbers[config.model] = int(Path(config.socket).name.partition("-")[0])
-        self.reserve_epochs({view.id: config.epoch})
-        model = self.current.spec.model(config.model)
+        self._numbers[config.model.name] = int(Path(config.run.socket).name.partition("-")[0])
+        self.reserve_epochs({view.id: config.run.epoch})
+        model = self.current.spec.model(config.model.name)
         asleep = model is not None and self.counts.desired(model) == 0 and view.state is not State.DRAINING
-        if asleep and not self.counts.is_unloaded(config.model):
-            self.counts.woken.add(config.model)
-        self.records.event("info", "Adopted", f"epoch {config.epoch}, pid {view.pid}", view=view)
+        if asleep and not self.counts.is_unloaded(config.model.name):
+            self.counts.woken.add(config.model.name)
+        self.records.event("info", "Adopted", f"epoch {config.run.epoch}, pid {view.pid}", view=view)
 
     def restart_progress(self) -> None:
         """Restart the progress deadline."""

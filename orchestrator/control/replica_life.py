@@ -75,7 +75,7 @@ class ReplicaLives:
         socket = str(self.home.sockets / f"{state.model_number(target.model)}-{target.replica}.{epoch}")
         parked = parked_start(state, target.model)
         proven = parked is not None and (parked.host, parked.version) == (target.host, target.version)
-        config = msgspec.structs.replace(config, epoch=epoch, socket=socket, proven=proven)
+        config = config.with_run(epoch=epoch, socket=socket, proven=proven)
         view = ReplicaView(
             model=target.model,
             replica=target.replica,
@@ -107,27 +107,27 @@ class ReplicaLives:
         phase = {Phase.READY: State.READY, Phase.DRAINING: State.DRAINING}.get(status.phase, State.LOADING)
         phases = {name: seconds for name, seconds in status.load_phases.items() if name != "process"}  # not in load_s
         view = ReplicaView(
-            model=config.model,
-            replica=config.replica,
-            epoch=config.epoch,
-            host=config.host,
-            cores=CoreRange(config.cores[0], config.cores[-1]) if config.cores else None,
+            model=config.model.name,
+            replica=config.place.replica,
+            epoch=config.run.epoch,
+            host=config.place.host,
+            cores=CoreRange(config.place.cores[0], config.place.cores[-1]) if config.place.cores else None,
             state=phase,
             since=now,
             begun=now - status.age_s,
             requested=True,
             pid=status.pid,
             started=status.started,
-            socket=config.socket,
+            socket=config.run.socket,
             remote=remote_address(status),
-            version=config.version,
+            version=config.run.version,
             served=phase is not State.LOADING,
             load_s=status.load_s,
             load_phases={} if status.load_s is None else phases,
             compile_s=status.compile_s,
             heard=now,
-            restarts=max(0, state.records.state.starts.get(f"{config.model}/{config.replica}", 1) - 1),
-            deadlines=state.deadlines(config.model),
+            restarts=max(0, state.records.state.starts.get(config.id, 1) - 1),
+            deadlines=state.deadlines(config.model.name),
         )
         state.adopt(view, config)
         life = self._begin(view)
@@ -265,7 +265,7 @@ class ReplicaLife:
         self.lives.table.store(dataclasses.replace(view, fetch=status))
         if config is None or self.start.process is not None:
             return
-        lead_s = lead_of(config, start_times(state, config.model).before_weights_s)
+        lead_s = lead_of(config, start_times(state, config.model.name).before_weights_s)
         left_s = self.remaining.estimate(status, state.clock())
         if lead_s is None or left_s is None or left_s >= lead_s:
             return
@@ -302,7 +302,7 @@ class ReplicaLife:
         async with self._boundary(config):
             await state.records.durable()
             view = self._starting
-            foreign = state.foreign_cores.get(config.host, {}).keys() & set(config.cores)
+            foreign = state.foreign_cores.get(config.place.host, {}).keys() & set(config.place.cores)
             if foreign:  # meanwhile; the next round places it elsewhere
                 reason = f"core {min(foreign)} was taken by another process before its start"
                 table.signal(view, Signal.STOP, reason)
@@ -311,7 +311,7 @@ class ReplicaLife:
             await self.lives.cluster.start(config)
             started = True
             if (current := self._view) is None or current.state in ENDING:  # its end may have preceded its process
-                await self.lives.cluster.end(view.actor, None, None, config.host)
+                await self.lives.cluster.end(view.actor, None, None, config.place.host)
                 return
         if started:
             await self.watch()
@@ -329,7 +329,7 @@ class ReplicaLife:
                 if (view := self._view) is not None:
                     self.lives.table.fail(view, failed.failure)
             except HostLost as loss:
-                if config.host not in await self.lives.cluster.lost_hosts():
+                if config.place.host not in await self.lives.cluster.lost_hosts():
                     raise  # it does not reply
                 view = self._view
                 if view is not None and view.state in STARTING:
@@ -361,7 +361,7 @@ class ReplicaLife:
         view, failure = self._view, Failure("replica-died", death)
         if view is None:
             return
-        if needs_neuron(self.lives.state.configs[view.id].engine):
+        if needs_neuron(self.lives.state.configs[view.id].model.engine):
             fault = (await self._last_log(view)).fault
             if fault is not None:
                 failure = after_serving(fault) if view.served else fault

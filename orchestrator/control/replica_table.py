@@ -120,7 +120,7 @@ class ReplicaTable:
                 return  # its status is applied again when its fetch ends
             now = self.state.clock()
             load_s = round(now - view.begun - view.aside(now), 3)
-            socket = self.state.configs[view.id].socket
+            socket = self.state.configs[view.id].run.socket
             phases = phases_of(load_s, status.load_phases)
             remote = remote_address(status)
             self.state.pins.pin_contents(self.state.configs[view.id], status.contents)

@@ -53,7 +53,7 @@ def with_other_adapters(state: FleetState, model: ModelSpec) -> list[ReplicaView
     """Returns the ready replicas of the current version whose LoRA adapters are not those of the spec."""
     version, places = state.current.versions[model.name], model.adapter_places
     views = [view for view in state.views.of_model(model.name) if view.state is State.READY and view.version == version]
-    return [view for view in views if state.configs[view.id].adapter_sources != places]
+    return [view for view in views if state.configs[view.id].model.adapters != places]
 
 
 def rollout_state(state: FleetState) -> tuple[Outcome, str]:

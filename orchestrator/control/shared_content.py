@@ -8,16 +8,9 @@ from contextlib import contextmanager
 
 import msgspec.structs
 
-from orchestrator.control.journal.journal_records import Pin
+from orchestrator.control.journal.journal_records import Pin, pin_of
 from orchestrator.control.record_writer import RecordWriter
 from workers.messages.replica_config import Origin, ReplicaConfig
-
-
-def _is_of(pinned: Origin | None, origin: Origin | None) -> bool:
-    """Returns whether both are contents of one source."""
-    if pinned is None or origin is None:
-        return False
-    return (pinned.source, pinned.revision) == (origin.source, origin.revision)
 
 
 class ContentPins:
@@ -28,50 +21,39 @@ class ContentPins:
 
     def of(self, config: ReplicaConfig) -> Pin:
         """Returns the pin of the configuration's version; without an origin if there is none."""
-        none = Pin(model=config.model, version=config.version, origin=None)
+        none = pin_of(config.model.name, config.run.version, {})
         return self._records.state.pins.get(none.key, none)
 
     def pinned(self, config: ReplicaConfig) -> ReplicaConfig:
-        """Returns the configuration with the pinned content: all replicas of a version load the same."""
-        pin = self.of(config)
-        return msgspec.structs.replace(
-            config,
-            contents=pin.contents.get(config.host, ""),
-            origin=pin.origin or config.origin,
-            draft_origin=pin.draft_origin or config.draft_origin,
-            adapter_origins={
-                name: pin.adapter_origins[name] if _is_of(pin.adapter_origins.get(name), origin) else origin
-                for name, origin in config.adapter_origins.items()
-            },
-        )
+        """Returns the configuration with the pinned content of sources that are still to be fetched: all replicas of a
+        version load the same."""
+        pin, origins = self.of(config), dict(config.origins)
+        for key, pinned in pin.origins.items():
+            origin = origins.get(key)
+            if origin is not None and not origin.folder and _same_source(pinned, origin):
+                origins[key] = pinned
+        run = msgspec.structs.replace(config.run, contents=pin.contents.get(config.place.host, ""))
+        return msgspec.structs.replace(config, run=run, origins=origins)
 
     def pin(self, config: ReplicaConfig) -> None:
         """Pin the content of ``config`` for its version; record a warning if another one was pinned."""
         pin = self.of(config)
-        now = Pin(
-            model=config.model,
-            version=config.version,
-            origin=config.origin,
-            draft_origin=config.draft_origin,
-            adapter_origins=config.adapter_origins,
-            contents=pin.contents,
-        )
-        if now.origins == pin.origins or not any(now.origins):
+        now = pin_of(config.model.name, config.run.version, config.origins, pin.contents)
+        if now.origins == pin.origins or not now.origins:
             return
-        contents = [(pin.origin, now.origin), (pin.draft_origin, now.draft_origin)]
-        contents += [(origin, now.adapter_origins.get(name)) for name, origin in pin.adapter_origins.items()]
-        if any(_is_of(before, after) and before != after for before, after in contents):
+        before_and_after = ((origin, now.origins.get(key)) for key, origin in pin.origins.items())
+        if any(after and _same_source(before, after) and before != after for before, after in before_and_after):
             message = (
                 "its source has changed, and its previous content is not stored: new replicas load the new content"
             )
-            self._records.event("warning", "SourceChanged", message, model=config.model)
+            self._records.event("warning", "SourceChanged", message, model=config.model.name)
         self._records.note(now)
 
     def pin_contents(self, config: ReplicaConfig, contents: str) -> None:
         """Pin what a replica has loaded from local folders: others of its version on its host load the same."""
         pin = self.of(config)
-        if contents and config.host not in pin.contents:
-            self._records.note(msgspec.structs.replace(pin, contents={**pin.contents, config.host: contents}))
+        if contents and config.place.host not in pin.contents:
+            self._records.note(msgspec.structs.replace(pin, contents={**pin.contents, config.place.host: contents}))
 
     def adopt(self, config: ReplicaConfig) -> None:
         """Pin the content of a surviving replica, unless its version is pinned: it may be about to be replaced."""
@@ -82,7 +64,12 @@ class ContentPins:
         """Remove the pins for which ``over`` holds."""
         for pin in list(self._records.state.pins.values()):
             if over(pin):
-                self._records.note(Pin(model=pin.model, version=pin.version, origin=None))
+                self._records.note(pin_of(pin.model, pin.version, {}))
+
+
+def _same_source(pinned: Origin, origin: Origin) -> bool:
+    """Returns whether both are contents of one source."""
+    return (pinned.source, pinned.revision) == (origin.source, origin.revision)
 
 
 class SharedCompiles:
@@ -97,24 +84,24 @@ class SharedCompiles:
 
     def host_for(self, config: ReplicaConfig) -> str | None:
         """The other host that compiles what ``config`` needs and will push it to S3; None: there is none."""
-        host, _ = self._compiling.get((config.model, config.version), (None, None))
-        return None if host == config.host or not _is_shared(config) else host
+        host, _ = self._compiling.get((config.model.name, config.run.version), (None, None))
+        return None if host == config.place.host or not _is_shared(config) else host
 
     async def ended(self, config: ReplicaConfig) -> None:
         """Waits until that host has ended, in whatever way."""
         if self.host_for(config) is not None:
-            await self._compiling[config.model, config.version][1].wait()
+            await self._compiling[config.model.name, config.run.version][1].wait()
 
     @contextmanager
     def compiling(self, config: ReplicaConfig) -> Iterator[None]:
         """The others wait while this is open. The replicas of one host share its compilation, so the first of them
         stands for all."""
-        key = (config.model, config.version)
+        key = (config.model.name, config.run.version)
         if not _is_shared(config) or key in self._compiling:
             yield
             return
         end = asyncio.Event()
-        self._compiling[key] = (config.host, end)
+        self._compiling[key] = (config.place.host, end)
         try:
             yield
         finally:
@@ -124,4 +111,4 @@ class SharedCompiles:
 
 def _is_shared(config: ReplicaConfig) -> bool:
     """A folder may be local to each host, so waiting for another host's compile would be useless."""
-    return (config.neff_cache or "").startswith("s3://")
+    return (config.model.neff_cache or "").startswith("s3://")

@@ -48,7 +48,7 @@ class SpeedMeasurement:
         if engine == "auto":
             running = (state.configs[view.id] for view in state.views.of_model(model.name) if view.id in state.configs)
             version = revision.versions[model.name]
-            engine = next((each.engine for each in running if each.version == version), engine)
+            engine = next((each.model.engine for each in running if each.run.version == version), engine)
         return shape_of(model, revision.checkpoints.get(model.name), engine, revision.hosts)
 
     def measured(self) -> tuple[MeasuredSpeed, ...]:

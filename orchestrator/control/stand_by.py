@@ -45,7 +45,7 @@ class StandBy:
         the engine: running replicas have it."""
         state, current = self._state, self._state.current
         engines = {current.engines[model.name] for model in current.spec.models}
-        engines |= {state.configs[id].engine for id in state.views if id in state.configs}
+        engines |= {state.configs[id].model.engine for id in state.views if id in state.configs}
         return current.spec.warm_engines(engines)
 
     def stop(self) -> None:

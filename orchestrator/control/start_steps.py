@@ -64,7 +64,7 @@ class StartSteps:
 
     async def resolve(self, config: ReplicaConfig) -> ReplicaConfig:
         """Returns the configuration with its engine, and with the content that its version has pinned."""
-        revision = self.state.revision_of_version(config.model, config.version)
+        revision = self.state.revision_of_version(config.model.name, config.run.version)
         resolved = await resolve_engine(config, revision, self.cluster)
         if isinstance(resolved, Failure):
             raise StartFailed(resolved)
@@ -83,17 +83,17 @@ class StartSteps:
             self.progress.enter("fetching")
             self.progress.note("info", "Fetching", sources + (", while the old replicas serve" * self.while_serving))
         for keys, artifact in wanted.items():
-            async with aclosing(self.cluster.fetch(artifact, config.host)) as replies:
+            async with aclosing(self.cluster.fetch(artifact, config.place.host)) as replies:
                 async for reply in replies:
                     if isinstance(reply, Failure):
                         self.progress.note("error", "FetchFailed", str(reply))
-                        self.hosts.fetch_failed(config.model)
+                        self.hosts.fetch_failed(config.model.name)
                         raise StartFailed(reply)
                     if isinstance(reply, FetchedArtifact):
                         landed[keys] = reply
                     else:
                         self.progress.arriving(reply, early_start_config(config, landed, reply))
-        self._note_fetched(config.model, list(landed.values()), self.state.clock() - began, again)
+        self._note_fetched(config.model.name, list(landed.values()), self.state.clock() - began, again)
         return with_folders(config, landed)
 
     def _note_fetched(self, model: str, artifacts: Sequence[FetchedArtifact], seconds: float, again: bool) -> None:
@@ -116,14 +116,17 @@ class StartSteps:
     async def compile(self, config: ReplicaConfig) -> None:
         """Compile ahead what is missing. The prediction of what the engine's package would compile takes seconds; a
         start that has nothing to compile skips it."""
-        known = not self.while_serving and (config.model, config.version, config.host) in self.state.compiled_on
+        known = (
+            not self.while_serving
+            and (config.model.name, config.run.version, config.place.host) in self.state.compiled_on
+        )
         if known or not compiles(config):
             return
         self.progress.enter("looking")
         missing, shared = await self.cluster.prepare("foresee", config), self.state.shared_compiles
         if missing and not isinstance(missing, Failure) and (elsewhere := shared.host_for(config)) is not None:
             self.progress.enter("compiling")
-            message = f"{elsewhere} compiles the same and pushes it to {config.neff_cache}"
+            message = f"{elsewhere} compiles the same and pushes it to {config.model.neff_cache}"
             self.progress.note("info", "WaitsForCompile", message)
             await shared.ended(config)
             missing = await self.cluster.prepare("foresee", config)
@@ -148,7 +151,7 @@ def lead_of(config: ReplicaConfig, before_weights_s: float | None) -> float | No
     nor compilation ahead. ``before_weights_s`` is the part of the model's last starts before they read weights; None:
     it was not measured.
     """
-    if not ENGINES[config.engine].loads_arriving or config.trust_remote_code or compiles(config):
+    if not ENGINES[config.model.engine].loads_arriving or config.model.trust_remote_code or compiles(config):
         return None
     return PROCESS_S if before_weights_s is None else before_weights_s
 

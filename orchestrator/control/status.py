@@ -94,15 +94,15 @@ def _routes_of_lost_model(state: FleetState, name: str, closing: bool) -> ModelR
         name=name,
         state=ModelState.READY,
         reason=None,
-        engine=first.engine,
-        kind=first.kind,
+        engine=first.model.engine,
+        kind=first.model.kind,
         source=first.source,
-        tokenizer=first.tokenizer,
+        tokenizer=first.run.tokenizer,
         max_len=min(state.configs[view.id].max_len for view in views),
         max_queue=ModelSpec.model_fields["max_queue"].default,
         loads_on_request=False,
         replicas=_routes(
-            state, (view for view in views if state.configs[view.id].tokenizer == first.tokenizer), closing
+            state, (view for view in views if state.configs[view.id].run.tokenizer == first.run.tokenizer), closing
         ),
     )
 
@@ -130,11 +130,11 @@ def _model_routes(state: FleetState, model: ModelSpec, closing: bool) -> ModelRo
         serves_old = not any(view.version == version for view in views)
     if serves_old and configs:
         views = [view for view in views if view.version != version]
-        source, engine, max_len = configs[0].source, configs[0].engine, configs[0].max_len
-        own, kind = configs[0].tokenizer, configs[0].kind
+        source, engine, max_len = configs[0].source, configs[0].model.engine, configs[0].max_len
+        own, kind = configs[0].run.tokenizer, configs[0].model.kind
     else:
-        views = [v for v in views if v.version == version or state.configs[v.id].tokenizer == own]
-        max_len = min([max_len, *(config.max_len for config in configs if config.tokenizer == own)])
+        views = [v for v in views if v.version == version or state.configs[v.id].run.tokenizer == own]
+        max_len = min([max_len, *(config.max_len for config in configs if config.run.tokenizer == own)])
     if source is None and model.has_source:  # its metadata is unknown here: use the folder that a host has fetched
         source = next((state.configs[view.id].source for view in views), None)
     model_state, reason = _state_of(state, model)
@@ -331,7 +331,7 @@ def _replica_status(
     """``usual``: the phases of earlier loads of the model."""
     return ReplicaInFleet(
         id=view.id,
-        engine=state.configs[view.id].engine if view.id in state.configs else None,
+        engine=state.configs[view.id].model.engine if view.id in state.configs else None,
         host=view.host,
         cores=None if view.cores is None else str(view.cores),
         state=view.state,

@@ -7,8 +7,6 @@ import dataclasses
 import logging
 from collections.abc import Callable
 
-import msgspec.structs
-
 from orchestrator.control.decisions.preparation import Key, Preparation, preparation_of
 from orchestrator.control.decisions.replica_view import LOOKING_S
 from orchestrator.control.effects import ClusterClient
@@ -75,7 +73,7 @@ class UpdatePreparations:
 
     def _start(self, running: _Running, config: ReplicaConfig) -> None:
         # not the log of the serving replica with that number
-        config = msgspec.structs.replace(config, log=str(self._home.logs / f"compile-{config.model}.log"))
+        config = config.with_run(log=str(self._home.logs / f"compile-{config.model.name}.log"))
         self._running[running.before.key] = running
         self._state.preparing = {**self._state.preparing, running.before.key: "waiting"}
         running.task = asyncio.get_running_loop().create_task(self._prepare(running, config))

@@ -431,6 +431,23 @@ class ModelSpec(Frozen):
         }
         return tuple(parameters[name] if name in parameters else getattr(self, name) for name in _STARTED_WITH)
 
+    def resolved(self, engine: Engine, checkpoint: Checkpoint | None) -> ModelSpec:
+        """Returns the record that replicas get: with the resolved engine, its dtype, the tokens of a slot, and absolute
+        paths."""
+        draft, server = self.draft, self.server
+        changes = {
+            "source": self.source_path or self.source,
+            "engine": engine,
+            "dtype": self.dtype_on(engine),
+            "max_len": self.length(checkpoint),
+            "neff_cache": self.neff_cache_location,
+            "engine_options": self.given_options,
+            "adapters": self.adapter_places,
+            "draft": draft and draft.model_copy(update={"source": self.draft_path or draft.source}),
+            "server": server and server.model_copy(update={"command": tuple(self.server_command)}),
+        }
+        return self.model_copy(update=changes)
+
     def dtype_on(self, engine: Engine) -> Dtype:
         """Returns the dtype of weights and KV cache on a resolved engine (`registry.resolve`)."""
         return self.dtype or capabilities(engine).dtype

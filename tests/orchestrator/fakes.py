@@ -258,37 +258,37 @@ class FakeCluster:
         return await (self._check if step == "check" else self._compile)(config) or ()
 
     async def _check(self, config: ReplicaConfig) -> Failure | None:
-        self.checks.append(config.version)
+        self.checks.append(config.run.version)
         if self.check_s:
             await asyncio.sleep(self.check_s)
-        return self.unloadable.get(config.version)
+        return self.unloadable.get(config.run.version)
 
     async def foresee(self, config: ReplicaConfig) -> Sequence[str] | Failure:
         if self.look_s:
             await asyncio.sleep(self.look_s)
         if self.unforeseeable is not None:
             return self.unforeseeable
-        compiled_on = self.compiled_on.get(config.version, set())
-        if config.version not in self.uncompiled or config.host in compiled_on:
+        compiled_on = self.compiled_on.get(config.run.version, set())
+        if config.run.version not in self.uncompiled or config.place.host in compiled_on:
             return []
-        shared = config.neff_cache is not None and compiled_on
+        shared = config.model.neff_cache is not None and compiled_on
         return ["artifacts compiled by another host" if shared else "the model is not compiled as it is now"]
 
     async def _compile(self, config: ReplicaConfig) -> Failure | None:
-        self.compiles.append(config.version)
-        self.compile_logs.append(config.log)
-        compiled_on = self.compiled_on.setdefault(config.version, set())
-        await asyncio.sleep(1.0 if config.neff_cache is not None and compiled_on else self.compile_s)
+        self.compiles.append(config.run.version)
+        self.compile_logs.append(config.run.log)
+        compiled_on = self.compiled_on.setdefault(config.run.version, set())
+        await asyncio.sleep(1.0 if config.model.neff_cache is not None and compiled_on else self.compile_s)
         if self.uncompilable is None:
-            compiled_on.add(config.host)
+            compiled_on.add(config.place.host)
         return self.uncompilable
 
     def _check_loadable(self, config: ReplicaConfig) -> None:
         folders = config.fetched_folders()
         for keys, wanted in wanted_by(config).items():
-            arriving = self.reports_progress and (config.host, wanted.source) in self.fetching
-            if not arriving and not self._holds(config.host, folders.get(keys, "")):
-                self.violations.append(f"{config.model} is started on {config.host} without {wanted.source}")
+            arriving = self.reports_progress and (config.place.host, wanted.source) in self.fetching
+            if not arriving and not self._holds(config.place.host, folders.get(keys, "")):
+                self.violations.append(f"{config.model.name} is started on {config.place.host} without {wanted.source}")
 
     def _holds(self, host: str, folder: str) -> bool:
         return folder.removeprefix("/store/") in self.store.get(host, set())
@@ -296,22 +296,24 @@ class FakeCluster:
     async def start(self, config: ReplicaConfig) -> None:
         if self.refuses_start is not None:
             raise self.refuses_start
-        if config.host in self.lost_now:
-            raise HostLost(config.host)
-        name = actor_name(config.model, config.replica, config.epoch)
+        if config.place.host in self.lost_now:
+            raise HostLost(config.place.host)
+        name = actor_name(config.model.name, config.place.replica, config.run.epoch)
         if name in self.replicas:
             self.violations.append(f"{name} was started twice")
         for other in self.living():
-            shared = set(other.config.cores) & set(config.cores)
-            if other.config.host == config.host and shared:
-                self.violations.append(f"{name} takes {sorted(shared)}, which {other.config.model} holds")
-        if config.host.endswith("/0") and (foreign := set(config.cores) & self.reported_held & set(self.held)):
+            shared = set(other.config.place.cores) & set(config.place.cores)
+            if other.config.place.host == config.place.host and shared:
+                self.violations.append(f"{name} takes {sorted(shared)}, which {other.config.model.name} holds")
+        if config.place.host.endswith("/0") and (
+            foreign := set(config.place.cores) & self.reported_held & set(self.held)
+        ):
             self.violations.append(
                 f"{name} is started on {sorted(foreign)}, which another process was reported to hold"
             )
         if self.records is not None and self.records.writable:
-            epoch = self.records.journal.state().epochs.get(f"{config.model}/{config.replica}", 0)
-            if epoch < config.epoch:
+            epoch = self.records.journal.state().epochs.get(config.id, 0)
+            if epoch < config.run.epoch:
                 self.violations.append(f"{name} is started before its record is written")
         self._check_loadable(config)
         self.started.append(config)
@@ -327,11 +329,11 @@ class FakeCluster:
         if self.process_s:
             await asyncio.sleep(self.process_s)
         failure = await self._arrived(replica.config)
-        load_s = self.loads_s.get(replica.config.model, self.load_s)
+        load_s = self.loads_s.get(replica.config.model.name, self.load_s)
         if load_s:
             await asyncio.sleep(load_s)
-        failure = failure or self.broken.get(replica.config.version)
-        if replica.config.contents not in ("", self.local_contents):
+        failure = failure or self.broken.get(replica.config.run.version)
+        if replica.config.run.contents not in ("", self.local_contents):
             failure = Failure("source-changed", "the files have changed", "", Reaction.STOP)
         if replica.dead is None:
             phase = Phase.READY if failure is None else Phase.FAILED
@@ -344,8 +346,8 @@ class FakeCluster:
         silent_s = 0.0
         folders = config.fetched_folders()
         for keys, wanted in wanted_by(config).items():
-            while not self._holds(config.host, folders.get(keys, "")):
-                silent_s = 0.0 if (config.host, wanted.source) in self.fetching else silent_s + LOOK_S
+            while not self._holds(config.place.host, folders.get(keys, "")):
+                silent_s = 0.0 if (config.place.host, wanted.source) in self.fetching else silent_s + LOOK_S
                 if silent_s > 2.0:
                     return Failure("fetch-ended", f"the fetch of {folders[keys]} has ended")
                 await asyncio.sleep(LOOK_S)
@@ -354,7 +356,7 @@ class FakeCluster:
     async def set_adapters(self, config: ReplicaConfig) -> Failure | None:
         self._check_loadable(config)
         if self.bad_adapters is None:
-            self.find(f"{config.model}/{config.replica}").config = config
+            self.find(config.id).config = config
         return self.bad_adapters
 
     async def watch(self, name: str, seen: int) -> ReplicaStatus:
@@ -404,8 +406,8 @@ class FakeCluster:
 
     async def keep_hosts(self, hosts: Collection[str], elastic: Collection[Host]) -> Mapping[str, str]:
         for replica in self.living():
-            if replica.config.host not in hosts:
-                self.violations.append(f"{replica.config.host} is given back with {replica.config.model}")
+            if replica.config.place.host not in hosts:
+                self.violations.append(f"{replica.config.place.host} is given back with {replica.config.model.name}")
         self.lost_now |= set(self.host_names) - set(hosts)
         wanted = {host.name for host in elastic if host.name in self.lost_now}
         for name in self.requests.keys() - wanted:
@@ -442,7 +444,7 @@ class FakeCluster:
 
     def actor_ids(self) -> dict[str, tuple[str, str]]:
         """As if each actor and its node were named like its replica and its host."""
-        return {name: (f"actor-{name}", f"node-{replica.config.host}") for name, replica in self.replicas.items()}
+        return {name: (f"actor-{name}", f"node-{replica.config.place.host}") for name, replica in self.replicas.items()}
 
     async def survivors(self) -> tuple[Sequence[Survivor], Mapping[str, int]]:
         living = [Survivor(replica.config, replica.status) for replica in self.living()]
@@ -452,17 +454,17 @@ class FakeCluster:
 
     def configs(self, model: str) -> list[ReplicaConfig]:
         """Returns the configuration of each start of the model."""
-        return [config for config in self.started if config.model == model]
+        return [config for config in self.started if config.model.name == model]
 
     def find(self, id: str) -> FakeReplica:
         """Returns the live start of that replica."""
-        return next(r for r in self.living() if f"{r.config.model}/{r.config.replica}" == id)
+        return next(r for r in self.living() if f"{r.config.model.name}/{r.config.place.replica}" == id)
 
     async def lose(self, host: str) -> None:
         """The node of the host dies, with all its processes."""
         self.lost_now.add(host)
         for replica in self.living():
-            if replica.config.host == host:
+            if replica.config.place.host == host:
                 await replica.die("its node died")
 
 

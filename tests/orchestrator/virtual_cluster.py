@@ -41,7 +41,7 @@ class VirtualReplica(FakeReplica):
 
     @property
     def name(self) -> str:
-        return actor_name(self.config.model, self.config.replica, self.config.epoch)
+        return actor_name(self.config.model.name, self.config.place.replica, self.config.run.epoch)
 
 
 @dataclass
@@ -86,7 +86,7 @@ class VirtualCluster(FakeCluster):
     # What happens to machines and processes
 
     async def _notify(self, host: str) -> None:
-        for replica in [replica for replica in self.actors.values() if replica.config.host == host]:
+        for replica in [replica for replica in self.actors.values() if replica.config.place.host == host]:
             async with replica.changed:
                 replica.changed.notify_all()
         async with self._changed[host]:
@@ -95,12 +95,12 @@ class VirtualCluster(FakeCluster):
     async def die(self, replica: VirtualReplica, cause: str) -> None:
         """The process ends and its cores are free; Ray notices a little later, if the machine is linked."""
         replica.dead = replica.dead or cause
-        held = self.holders[replica.config.host]
+        held = self.holders[replica.config.place.host]
         for core in [core for core, holder in held.items() if holder is replica]:
             del held[core]
 
         async def notice() -> None:
-            if self.machines[replica.config.host].linked:
+            if self.machines[replica.config.place.host].linked:
                 await self._report(replica, cause)
 
         self._later(self.rng.uniform(0.1, 3.0), notice)
@@ -131,7 +131,7 @@ class VirtualCluster(FakeCluster):
 
     async def _declare_dead(self, host: str) -> None:
         self.machines[host].alive = False
-        for replica in [replica for replica in self.actors.values() if replica.config.host == host]:
+        for replica in [replica for replica in self.actors.values() if replica.config.place.host == host]:
             await self._report(replica, "its host is lost")
         await self._notify(host)
 
@@ -143,7 +143,7 @@ class VirtualCluster(FakeCluster):
             return
         machine.linked = True
         if not machine.alive or not machine.powered:
-            for replica in [replica for replica in self.actors.values() if replica.config.host == host]:
+            for replica in [replica for replica in self.actors.values() if replica.config.place.host == host]:
                 await self._report(replica, "its host is lost")
             machine.alive, machine.powered, machine.generation = True, True, machine.generation + 1
             machine.silent = True  # while its new host actor starts
@@ -167,18 +167,18 @@ class VirtualCluster(FakeCluster):
     # ClusterClient
 
     async def start(self, config: ReplicaConfig) -> None:
-        id, name = f"{config.model}/{config.replica}", actor_name(config.model, config.replica, config.epoch)
-        if not self.machines[config.host].alive:
-            raise HostLost(config.host)
-        if config.epoch <= self.last_epochs.get(id, 0):
+        id, name = config.id, actor_name(config.model.name, config.place.replica, config.run.epoch)
+        if not self.machines[config.place.host].alive:
+            raise HostLost(config.place.host)
+        if config.run.epoch <= self.last_epochs.get(id, 0):
             self.violations.append(f"{name} reuses an epoch, the last one is {self.last_epochs[id]}")
         assert self.records is not None
-        if self.records.writable and self.records.journal.state().epochs.get(id, 0) < config.epoch:
+        if self.records.writable and self.records.journal.state().epochs.get(id, 0) < config.run.epoch:
             self.violations.append(f"{name} is started before its record is written")
-        self.last_epochs[id] = config.epoch
-        self.starts[config.model] += 1
+        self.last_epochs[id] = config.run.epoch
+        self.starts[config.model.name] += 1
         status = ReplicaStatus(version=0, phase=Phase.LOADING, pid=next(self._pids), started=0.0)
-        replica = VirtualReplica(config, status, generation=self.machines[config.host].generation)
+        replica = VirtualReplica(config, status, generation=self.machines[config.place.host].generation)
         self.actors[name] = replica
         slow, self.slow_starts = self.slow_starts > 0, max(0, self.slow_starts - 1)
         task = asyncio.get_running_loop().create_task(self._run(replica, 1e5 if slow else self.load_s))
@@ -187,14 +187,14 @@ class VirtualCluster(FakeCluster):
 
     async def _run(self, replica: VirtualReplica, load_s: float) -> None:
         """Begin the process once the machine can be reached and Ray's own cores are free; then load."""
-        host = replica.config.host
+        host = replica.config.place.host
         machine, held = self.machines[host], self.holders[host]
 
         def is_ended() -> bool:
             return replica.noticed is not None or replica.dead is not None
 
         def may_begin() -> bool:
-            blocking = [held[core] for core in replica.config.cores if core in held]
+            blocking = [held[core] for core in replica.config.place.cores if core in held]
             return machine.linked and all(other.generation != replica.generation for other in blocking)
 
         while not (is_ended() or may_begin()):  # noqa: ASYNC110 - as Ray's own scheduling
@@ -202,7 +202,7 @@ class VirtualCluster(FakeCluster):
         await asyncio.sleep(self.process_s)
         if is_ended() or not machine.linked:
             return
-        for core in replica.config.cores:
+        for core in replica.config.place.cores:
             if core in held:
                 self.violations.append(f"{replica.name} takes core {core} of {host}, which {held[core].name} holds")
             held[core] = replica
@@ -216,7 +216,7 @@ class VirtualCluster(FakeCluster):
         replica, loop = self.actors.get(name), asyncio.get_running_loop()
         if replica is None:
             raise ReplicaDied("Ray has no such actor")
-        machine, begun = self.machines[replica.config.host], loop.time()
+        machine, begun = self.machines[replica.config.place.host], loop.time()
         silent_since = begun
         async with replica.changed:
             while True:
@@ -235,7 +235,7 @@ class VirtualCluster(FakeCluster):
     async def drain(self, name: str, timeout_s: float) -> bool:
         replica = self.actors.get(name)
         if replica is not None:
-            machine = self.machines[replica.config.host]
+            machine = self.machines[replica.config.place.host]
             async with replica.changed:
                 while replica.noticed is None and (not machine.linked or replica.hangs):
                     await _wait(replica.changed, 5.0)
@@ -324,12 +324,12 @@ class VirtualCluster(FakeCluster):
         found: list[Survivor] = []
         lost: dict[str, int] = {}
         for name, replica in list(self.actors.items()):
-            machine = self.machines[replica.config.host]
+            machine = self.machines[replica.config.place.host]
             if machine.linked and replica.runs and not replica.hangs and replica.noticed is None and not replica.dead:
                 found.append(Survivor(replica.config, replica.status))
                 continue
-            id = f"{replica.config.model}/{replica.config.replica}"
-            lost[id] = max(replica.config.epoch, lost.get(id, 0))
+            id = f"{replica.config.model.name}/{replica.config.place.replica}"
+            lost[id] = max(replica.config.run.epoch, lost.get(id, 0))
             del self.actors[name]
             replica.noticed = replica.noticed or "it was killed"
             if machine.linked and replica.dead is None:

@@ -179,7 +179,7 @@ class World:
         assert {view.state for view in state.views.values()} <= {State.READY}
         assert {(view.id, view.version) for view in state.views.values()} == {(t.id, t.version) for t in goal.targets}
         assert {t.version for t in goal.targets} <= set(state.current.versions.values())
-        living = {f"{r.config.model}/{r.config.replica}.{r.config.epoch}" for r in self.cluster.living()}
+        living = {f"{r.config.model.name}/{r.config.place.replica}.{r.config.run.epoch}" for r in self.cluster.living()}
         assert living == {f"{view.id}.{view.epoch}" for view in state.views.values()}
         assert self.cluster.fetching == []
 
@@ -234,7 +234,9 @@ class World:
         await self.played.operator.restart(model, "tester")
 
     async def _take_core(self, core: int) -> None:
-        ours = {core for r in self.cluster.living() for core in r.config.cores if r.config.host.endswith("/0")}
+        ours = {
+            core for r in self.cluster.living() for core in r.config.place.cores if r.config.place.host.endswith("/0")
+        }
         if core not in ours:
             self.cluster.held[core] = 7  # no pid of a replica, however many starts there were
 
@@ -250,7 +252,9 @@ class World:
     async def _break_loads(self, broken: bool) -> None:
         self.cluster.broken.clear()
         if broken:
-            versions = {r.config.version for r in self.cluster.replicas.values() if r.config.slots == BROKEN_BATCH}
+            versions = {
+                r.config.run.version for r in self.cluster.replicas.values() if r.config.model.max_batch == BROKEN_BATCH
+            }
             self.cluster.broken.update(dict.fromkeys(versions, Failure("engine-failed", "it is broken")))
 
     async def _break_source(self, name: str, broken: bool) -> None:
@@ -420,7 +424,7 @@ async def test_a_controller_killed_at_any_record_of_an_apply_leaves_the_old_or_t
                 await second.settled()
                 text = second.controller.state.current.revision.text
                 assert text in (SPECS[0], SPECS[3])
-                models = {replica.config.model for replica in fresh.living()}
+                models = {replica.config.model.name for replica in fresh.living()}
                 assert models == ({"big", "small"} if text == SPECS[0] else {"big", "small", "pinned"})
                 assert fresh.violations == []
             again.close()

@@ -92,9 +92,9 @@ class World:
             leased = [core for view in state.views.of_host(host.name) if not view.gone for core in view.cores or ()]
             assert len(leased) == len(set(leased)), f"{host.name}: cores are leased twice"
         for name, actor in self.cluster.actors.items():
-            view = state.views.get(f"{actor.config.model}/{actor.config.replica}")
+            view = state.views.get(f"{actor.config.model.name}/{actor.config.place.replica}")
             assert view is not None, f"{name} is leaked"
-            assert view.epoch == actor.config.epoch, f"{name} is leaked"
+            assert view.epoch == actor.config.run.epoch, f"{name} is leaked"
 
     def check_status(self) -> None:
         """The cores of each host add up, as the status counts them."""

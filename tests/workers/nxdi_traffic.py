@@ -20,6 +20,7 @@ from placements.resources.environ import compiling
 from tests.checkpoints import VOCAB_SIZE, set_eos
 from tests.closed.lane_record import count_compared
 from tests.placements.fleets import model
+from tests.replica_configs import replica_config as configured
 from tests.workers.tables import Answers
 from workers.batching.batcher import Batcher
 from workers.engines.cpu.engine import CpuEngine
@@ -129,7 +130,7 @@ def replica_config(source: Path, compiled: Path | None, **fields: Any) -> Replic
         "decode_buckets": DECODE,
         "compiled": None if compiled is None else str(compiled),
     }
-    return ReplicaConfig(**(usual | fields))
+    return configured(**(usual | fields))
 
 
 def opened(source: Path, compiled: Path | None, kind: Any = NxdEngine, **fields: Any) -> Any:

@@ -200,7 +200,7 @@ def with_rows(kind: type[Any]) -> type[TransformersNeuronxEngine]:
         def _make_rows(self, model: Any, family: Any, continuous: bool) -> Any:
             rows = super()._make_rows(model, family, continuous)
             assert isinstance(rows, kind.__mro__[1])
-            return kind(model, self._config.slots, self._config.max_len)
+            return kind(model, self._config.model.max_batch, self._config.max_len)
 
     Mutant.__name__ = kind.__name__
     return Mutant

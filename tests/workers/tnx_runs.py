@@ -21,6 +21,7 @@ from placements.engines.cpu.capabilities import FIRST_TRANSFORMERS
 from placements.facts.versions import reaches
 from tests.checkpoints import VOCAB_SIZE
 from tests.closed.lane_record import count_compared
+from tests.replica_configs import replica_config
 from workers.batching.batcher import Batcher
 from workers.engines.checkpoint_files import eos_token_ids, read_config
 from workers.engines.cpu.engine import CpuEngine
@@ -80,7 +81,7 @@ def config(source: Path, **fields: Any) -> ReplicaConfig:
         "token": "",
         "tp_degree": 2,
     }
-    return ReplicaConfig(**usual | fields)
+    return replica_config(**usual | fields)
 
 
 def answers(

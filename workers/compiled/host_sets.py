@@ -206,7 +206,8 @@ def compiling(name: str, where: str) -> Iterator[None]:
 
 def compiles(config: ReplicaConfig) -> bool:
     """Returns whether a start of ``config`` compiles artifacts that are kept."""
-    return capabilities(config.engine).compiles(config.engine_options, emulated=config.claims is not None)
+    model = config.model
+    return capabilities(model.engine).compiles(model.engine_options, emulated=config.place.claims is not None)
 
 
 Tell = Callable[[int, int], None]

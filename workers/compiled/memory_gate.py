@@ -62,28 +62,28 @@ def need_gib(config: ReplicaConfig, load_gib: float | None = None) -> float:
     The config's sources are local folders; ``load_gib``: the spec's ``host_memory_gib``. For a checkpoint that the
     planner cannot read, counts only the process and its compiler.
     """
-    checkpoint, model = _checkpoint(config.source, config.kind), _model(config, load_gib)
+    checkpoint, model = _checkpoint(config.source, config.model.kind), _model(config, load_gib)
     if checkpoint is None or model is None:
-        compiler = COMPILE_WORKER_GIB if needs_neuron(config.engine) else CPU_COMPILE_GIB
+        compiler = COMPILE_WORKER_GIB if needs_neuron(config.model.engine) else CPU_COMPILE_GIB
         return (load_gib or PROCESS_GIB) + compiler
-    need = host_memory(model, checkpoint, model.engine, _checkpoint(config.draft_source, config.kind))
+    need = host_memory(model, checkpoint, model.engine, _checkpoint(config.draft_source, config.model.kind))
     return need.load + need.compile
 
 
 def _model(config: ReplicaConfig, load_gib: float | None) -> ModelSpec | None:
     """Returns a spec with the fields that determine memory; None: they are invalid, which the compile will report."""
     fields: dict[str, Any] = {
-        "name": config.model,
+        "name": config.model.name,
         "source": "/",  # the checkpoint is passed separately
-        "engine": config.engine,
-        "kind": config.kind,
+        "engine": config.model.engine,
+        "kind": config.model.kind,
         "dtype": config.dtype,
-        "tp_degree": config.tp_degree,
-        "max_batch": config.slots,
+        "tp_degree": config.model.tp_degree,
+        "max_batch": config.model.max_batch,
         "max_len": config.max_len,
-        "engine_options": config.engine_options,
-        "buckets": {"prefill": config.prefill_buckets, "decode": config.decode_buckets},
-        "compiler": {"workers": config.compile_workers},
+        "engine_options": config.model.engine_options,
+        "buckets": {"prefill": config.model.buckets.prefill, "decode": config.model.buckets.decode},
+        "compiler": {"workers": config.model.compiler.workers},
         "host_memory_gib": load_gib,
     }
     try:

@@ -202,13 +202,13 @@ def shipped_graphs(source: Path, environment: Mapping[str, str]) -> ShippedGraph
 def places_for(unit: Buildable, config: ReplicaConfig, ahead: bool = False) -> tuple[Place, ...]:
     """Returns the places of a start that needs ``unit``, in its order. ``ahead``: for a compilation ahead of time,
     which does not use NEFFs that came with the model."""
-    assert config.compiled is not None
-    root, environment = Path(config.compiled), {**os.environ, **config.env}
+    assert config.run.compiled is not None
+    root, environment = Path(config.run.compiled), {**os.environ, **config.place.env}
     places: list[Place] = []
     if unit.kept:
         places.append(HostSets(root, unit.is_whole))
-        if config.neff_cache:
-            places.append(SharedSets(config.neff_cache, root))
+        if config.model.neff_cache:
+            places.append(SharedSets(config.model.neff_cache, root))
         is_cached = unit.manifest.get("engine") in CACHED
         if is_cached and not ahead and (shipped := shipped_graphs(unit.source, environment)) is not None:
             places.append(shipped)
@@ -221,7 +221,7 @@ def find(unit: Buildable, config: ReplicaConfig, ahead: bool = False) -> Predict
     if unit.unread:
         reason = f"{len(unit.unread)} files of the checkpoint need digests and are unread; read them with --read"
         return Prediction("compile", "nothing", reason)
-    if config.compiled is None:
+    if config.run.compiled is None:
         return Prediction("compile", "nothing", "there is no folder for compiled artifacts")
     wanted, existing = plain_of(unit.manifest), list[ArtifactCandidate]()
     for place in places_for(unit, config, ahead):
@@ -233,12 +233,12 @@ def find(unit: Buildable, config: ReplicaConfig, ahead: bool = False) -> Predict
 
 def wanted_of(config: ReplicaConfig, unit: Buildable, prediction: Prediction) -> Wanted:
     """Returns what a start needs, with the prediction of where it gets it."""
-    is_kept = config.compiled is not None and unit.kept and not unit.unread
+    is_kept = config.run.compiled is not None and unit.kept and not unit.unread
     return Wanted(
         role=unit.role,
         source=str(unit.source),
         manifest=dict(unit.manifest),
-        folder=str(peek(Path(config.compiled or ""), unit.manifest).path) if is_kept else "",
+        folder=str(peek(Path(config.run.compiled or ""), unit.manifest).path) if is_kept else "",
         complete=prediction.hit and prediction.where == "compiled",
         ahead=unit.make is not None,
         unread=list(unit.unread),
@@ -261,7 +261,7 @@ def ensure(
     compiled. Raises EngineLoadError, also for a set that only a device compiles, and errors of the package.
     """
     began, built = time.monotonic(), Built()
-    if config.compiled is None:
+    if config.run.compiled is None:
         raise EngineLoadError("compiled-unwritable", "there is no folder for compiled artifacts", "set `compiled`")
     for unit in units:
         built.wanted.append(wanted_of(config, unit, HERE))
@@ -269,14 +269,14 @@ def ensure(
             raise _needs_device(unit)
         if not unit.kept:
             continue
-        held = peek(Path(config.compiled), unit.manifest)
+        held = peek(Path(config.run.compiled), unit.manifest)
         working = Working(key=held.path.name, role=unit.role)
         if file_lock.is_locked(held.path.with_name(f"{working.key}.lock")):
             report(working)
         with entry(held.path.parent, unit.manifest, unit.is_whole) as held:
             if not held.complete:
                 report(replace(working, phase="looking"))
-                if pull_or_log(held, config.neff_cache, built.warnings):
+                if pull_or_log(held, config.model.neff_cache, built.warnings):
                     built.pulled.append(working.key)
                 elif make and unit.make is not None:
                     report(replace(working, phase="compiling"))
@@ -287,11 +287,11 @@ def ensure(
                     if make:
                         raise _needs_device(unit)
                     built.missing.append(working.key)
-        if push and config.neff_cache and working.key not in built.missing:
+        if push and config.model.neff_cache and working.key not in built.missing:
             report(replace(working, phase="sending"))
             with entry(held.path.parent, unit.manifest, unit.is_whole) as held:  # with a shared lock now
                 try:
-                    if shared_sets.push(held, config.neff_cache):
+                    if shared_sets.push(held, config.model.neff_cache):
                         built.pushed.append(working.key)
                 except SourceError as error:  # the compile succeeded, and the next push sends it
                     built.unsent.append(Failure(error.id, error.what, error.hint))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import subprocess
 import sys
@@ -42,7 +41,6 @@ DOING = {  # the error of a process without a result, and what it did
     "predict": ("cache-not-verified", "predicted the artifacts of"),
     "compile": ("compile-failed", "compiled"),
 }
-_OF_ONE_REPLICA = {"replica": 0, "epoch": 0, "socket": "", "token": "", "log": "", "credentials": None, "cores": []}
 ASK_S = 120.0 + PATIENCE_S  # to import an engine's package on a busy host, and for a cache that does not answer
 LOOKS = 8  # maximum concurrent checks and predictions
 CPUS_FOR_ONE = 2  # importing an engine's package keeps one busy, while replicas serve
@@ -58,8 +56,9 @@ class Foreseen(msgspec.Struct, frozen=True, kw_only=True):
 
 def build_key(config: ReplicaConfig) -> str:
     """Returns a key that is equal for configs whose replicas need the same compiled artifacts."""
-    plain = msgspec.to_builtins(msgspec.structs.replace(config, env={}, **_OF_ONE_REPLICA))
-    return blake2s(json.dumps(plain, sort_keys=True).encode(), digest_size=10).hexdigest()
+    folders = {key: origin.folder for key, origin in config.origins.items()}
+    parts = (config.model.started_with, sorted(folders.items()), config.run.python, config.run.server_python)
+    return blake2s(repr((*parts, config.run.compiled)).encode(), digest_size=10).hexdigest()
 
 
 def run_process(
@@ -76,15 +75,15 @@ def run_process(
 
     Raises Stopped soon after ``stop`` is set, when its compilers have ended.
     """
-    config = msgspec.structs.replace(order.config, token="", credentials=None)
+    config = order.config.with_run(token="", credentials=None)
     began, fact = time.monotonic(), "ended without a result"
     try:
         with json_process.running(
             (MODULE, command),
             msgspec.structs.replace(order, config=config),
-            python=config.python,
-            env=config.env,
-            log_file=config.log,
+            python=config.run.python,
+            env=config.place.env,
+            log_file=config.run.log,
             warm=warm,
             stop=stop,
             limit_s=limit_s,
@@ -99,11 +98,11 @@ def run_process(
     except (OSError, subprocess.SubprocessError, msgspec.MsgspecError) as error:
         fact = f"failed: {type(error).__name__}: {error}"
     if stop.is_set():
-        raise Stopped(f"stopped {command} of {config.model}: it has no waiters left")
+        raise Stopped(f"stopped {command} of {config.model.name}: it has no waiters left")
     if limit_s is not None and time.monotonic() - began >= limit_s:
         fact = f"had no result within {limit_s:.0f} s"
     id, doing = DOING[command]
-    return Failure(id, f"the process that {doing} {config.model} {fact}", f"its log is {config.log}")
+    return Failure(id, f"the process that {doing} {config.model.name} {fact}", f"its log is {config.run.log}")
 
 
 def check(config: ReplicaConfig, stop: threading.Event, warm: str | None = None) -> Checked | Failure:
@@ -134,7 +133,7 @@ def build(config: ReplicaConfig, progress: Progress, stop: threading.Event) -> B
 def verify(config: ReplicaConfig, *, read: bool = False) -> list[Wanted] | Failure:
     """Returns the sets that a start needs, each with the prediction of where it gets them; one for an engine that
     compiles nothing. ``read``: read weights whose digests are needed and unknown. Blocks."""
-    result = _predicted(config, read) if compiles(config) else Predicted(engine=config.engine, wanted=[])
+    result = _predicted(config, read) if compiles(config) else Predicted(engine=config.model.engine, wanted=[])
     return result if isinstance(result, Failure) else starts(config, result)
 
 
@@ -143,7 +142,7 @@ def starts(config: ReplicaConfig, predicted: Predicted) -> list[Wanted]:
     if predicted.wanted:
         return predicted.wanted
     source, prediction = config.source or "", predict(None, [])
-    if ENGINES[config.engine].stores_shards:
+    if ENGINES[config.model.engine].stores_shards:
         prediction = Prediction("hit", "source", "the source is precompiled for the model's settings", source)
     return [
         Wanted(role="model", source=source, manifest={}, folder="", complete=True, ahead=False, prediction=prediction)
@@ -153,12 +152,12 @@ def starts(config: ReplicaConfig, predicted: Predicted) -> list[Wanted]:
 def _predicted(config: ReplicaConfig, read: bool) -> Predicted | Failure:
     """Predicts without a trace in the log of the replica, which may be running."""
     with tempfile.TemporaryDirectory(prefix="corewright-") as folder:
-        config = msgspec.structs.replace(config, log=str(Path(folder, "log")))
+        config = config.with_run(log=str(Path(folder, "log")))
         order, limit_s = Order(config=config, read=read), None if read else ASK_S
         result: Predicted | Failure = run_process("predict", order, threading.Event(), limit_s)
-        said = "".join(f": {line}" for line in host_facts.last_words(Path(config.log))[-1:])
+        said = "".join(f": {line}" for line in host_facts.last_words(Path(config.run.log))[-1:])
     if isinstance(result, Failure) and result.id == "cache-not-verified":
-        what = f"{config.python or sys.executable}: {result.what}{said}"
+        what = f"{config.run.python or sys.executable}: {result.what}{said}"
         return Failure("cache-not-verified", what, "check that interpreter with `corewright doctor SPEC`")
     return result
 
@@ -192,7 +191,7 @@ def _bring(config: ReplicaConfig, store: Store, began: Callable[[str], Progress]
         if landed[keys].moved:
             yield want.source, landed[keys].moved
     config = with_folders(config, landed)
-    if config.compiled is None or not compiles(config):
+    if config.run.compiled is None or not compiles(config):
         return
     result = _predicted(config, read=True)
     if isinstance(result, Failure):
@@ -228,7 +227,7 @@ class CompileService:
 
         def work(progress: Progress, stop: threading.Event) -> Built | Failure:
             need = self._need(config)
-            log.info("compiling %s needs about %.0f GiB of this host's memory", config.model, need)
+            log.info("compiling %s needs about %.0f GiB of this host's memory", config.model.name, need)
             with self._turns.turn(need, stop):
                 return build(config, progress, stop)
 
@@ -250,7 +249,7 @@ class CompileService:
         self, waiter: str, config: ReplicaConfig, step: str, work: Work[End], wait_s: float
     ) -> End | Failure | FetchStatus:
         ended: End | Failure | FetchStatus = self._flights.join(
-            waiter, (step, build_key(config)), config.model, work, wait_s
+            waiter, (step, build_key(config)), config.model.name, work, wait_s
         )
         return ended
 
@@ -262,8 +261,8 @@ class CompileService:
         def work(_: Progress, stop: threading.Event) -> End:
             with self._looks:
                 if stop.is_set():
-                    raise Stopped(f"stopped before {config.model} was examined")
-                return look(config, stop, self._warm_command(config.engine, config.python, config.env))
+                    raise Stopped(f"stopped before {config.model.name} was examined")
+                return look(config, stop, self._warm_command(config.model.engine, config.run.python, config.place.env))
 
         return work
 

@@ -40,20 +40,26 @@ class CheckpointSettings(msgspec.Struct, frozen=True):
     def of(cls, config: ReplicaConfig) -> Self:
         """Returns the settings of ``config``. Raises EngineLoadError without a checkpoint."""
         source_of(config)
-        return msgspec.convert(config, cls, from_attributes=True)
+        model = config.model
+        lengths = {"prefill_buckets": model.buckets.prefill, "decode_buckets": model.buckets.decode}
+        values = lengths | {"slots": model.max_batch}
+        for field in msgspec.structs.fields(cls):
+            if field.name not in values and (owner := config if hasattr(config, field.name) else model):
+                values[field.name] = getattr(owner, field.name, field.default)
+        return msgspec.convert(values, cls)
 
 
 def source_of(config: ReplicaConfig) -> Path:
     """Returns the folder of the checkpoint. Raises EngineLoadError without one."""
     if config.source is None:
-        fact = f"the {config.engine} engine needs a checkpoint"
+        fact = f"the {config.model.engine} engine needs a checkpoint"
         raise EngineLoadError("source-missing", fact, "set `source` to a folder")
     return Path(config.source)
 
 
 def kept_in(config: ReplicaConfig) -> Path | None:
     """Returns the folder of kept artifacts, if they are kept."""
-    return None if config.compiled is None else Path(config.compiled)
+    return None if config.run.compiled is None else Path(config.run.compiled)
 
 
 def not_installed(engine: str, name: str) -> EngineLoadError:

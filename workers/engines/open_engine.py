@@ -35,7 +35,7 @@ def hide_progress_bars() -> None:
 
 def open_engine(config: ReplicaConfig) -> GenerateEngine:
     """Returns the engine, not loaded yet. Raises EngineLoadError for one that this host does not have."""
-    generate = runner_of(config.engine).generate
+    generate = runner_of(config.model.engine).generate
     if generate is None:
         raise _unable(config)
     _prepare(config)
@@ -44,8 +44,8 @@ def open_engine(config: ReplicaConfig) -> GenerateEngine:
 
 def open_encoder(config: ReplicaConfig) -> EncodeEngine:
     """Returns the engine of a model that does not generate, not loaded yet. Raises EngineLoadError."""
-    assert config.kind != "generate"
-    encode = runner_of(config.engine).encode
+    assert config.model.kind != "generate"
+    encode = runner_of(config.model.engine).encode
     if encode is None:
         raise _unable(config)
     _prepare(config)
@@ -55,17 +55,17 @@ def open_encoder(config: ReplicaConfig) -> EncodeEngine:
 def buildables(config: ReplicaConfig, read: bool) -> list[Buildable]:
     """Returns what a start of ``config`` compiles. With ``read`` False, no weights are read for their digests. Raises
     EngineLoadError."""
-    build = runner_of(config.engine).buildables
+    build = runner_of(config.model.engine).buildables
     _prepare(config)
     return [] if build is None else build(config, read)
 
 
 def _prepare(config: ReplicaConfig) -> None:
-    if ENGINES[config.engine].imports_long:
+    if ENGINES[config.model.engine].imports_long:
         hide_progress_bars()
 
 
 def _unable(config: ReplicaConfig) -> EngineLoadError:
-    *names, last = (name for name, engine in ENGINES.items() if config.kind in engine.kinds)
-    message = f"the engine {config.engine} does not serve models of kind {config.kind}"
+    *names, last = (name for name, engine in ENGINES.items() if config.model.kind in engine.kinds)
+    message = f"the engine {config.model.engine} does not serve models of kind {config.model.kind}"
     return EngineLoadError("engine-not-installed", message, f"use {', '.join(names)} or {last}")

@@ -29,6 +29,7 @@ import msgspec
 from workers.host import fork_server, host_facts, private_file
 from workers.host.fork_client import ATTACHED
 from workers.host.process_tree import end_marked, end_with
+from workers.messages import replica_config
 from workers.messages.replica_config import NEVER_SET
 
 log = logging.getLogger(__name__)
@@ -78,7 +79,7 @@ R = TypeVar("R", bound=ChildRequest)
 
 def encoded(request: ChildRequest) -> bytes:
     """Returns the standard input of a child of this process."""
-    return msgspec.json.encode(msgspec.structs.replace(request, parent=os.getpid()))
+    return replica_config.encoded(msgspec.structs.replace(request, parent=os.getpid()))
 
 
 @contextlib.contextmanager
@@ -135,7 +136,7 @@ def environment(env: Mapping[str, str]) -> dict[str, str]:
 def read_request(kind: type[R]) -> R:
     """Reads the request of this process, which then ends with its parent. A fork of a warm process ends with its client
     instead."""
-    request = msgspec.json.decode(sys.stdin.buffer.read(), type=kind)
+    request = replica_config.decoded(sys.stdin.buffer.read(), kind)
     if request.parent and not fork_server.imported:
         end_with(request.parent)
     return request

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, TypeVar
 
 import msgspec
 
-from placements.facts.encoders import Kind
-from workers.messages.actor_message import actor_message
+from placements.engines.capabilities import Dtype
+from placements.spec.schema import ModelSpec
 from workers.messages.credentials import Credentials
 
 # Environment variables that are removed for every replica. The first would narrow the cores of some engines; the others
@@ -21,7 +21,7 @@ NEVER_SET = (
     "NEURON_VOCAB_PAD_DIVISOR",
 )
 
-
+T = TypeVar("T", bound=msgspec.Struct)
 Keys = tuple[str, ...]
 """The keys of a source within its model in the spec."""
 
@@ -30,103 +30,137 @@ DRAFT: Keys = ("draft", "source")
 ADAPTERS = "adapters"  # the first of ("adapters", NAME)
 
 
+def key_of(keys: Keys) -> str:
+    """Returns the keys of a source as one text."""
+    return ".".join(keys)
+
+
 class Origin(msgspec.Struct, frozen=True, kw_only=True):
-    """The source that a folder was fetched from."""
+    """A source that is not on this host, and the folder that its content was fetched to."""
 
     source: str  # s3://... or a hub id; without credentials
-    revision: str | None = None  # of the hub
+    revision: str | None = None  # of the hub: the commit
     artifact: str = ""  # the key of its content; empty: the source's current content
+    folder: str = ""  # on this host; empty: it is still to be fetched
 
 
-class ServerCommand(msgspec.Struct, frozen=True, kw_only=True):
-    """The command of a server, with placeholders (`placements.engines.server.capabilities`)."""
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a replica runs: its part of a plan."""
 
-    command: list[str]
-    listen: Literal["unix", "port"]
-    ready: str  # the route that answers 200 when it is ready
-    env: dict[str, str]
-    cores_env: str  # the variable for its cores
-
-
-@actor_message
-class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The configuration that a replica gets at its start."""
-
-    model: str
-    replica: int = 0
-    epoch: int = 0
+    replica: int = 0  # index within the model, from 0
     host: str = ""  # as the planner names it
-    engine: str
-    kind: Kind = "generate"
-    max_wait_s: float = 0.0  # of an input, for a batch to fill; only of encoders
-    source: str | None  # a folder on this host, or a source to fetch; None for the echo engine
-    revision: str | None = None  # of a source on the hub: the commit
-    dtype: str
-    slots: int
-    max_len: int
     cores: list[int] = []  # empty where the engine uses none
+    env: dict[str, str] = {}  # variables that the process must have: its cores, threads, CPUs and compiler options
     claims: str | None = None  # the folder of the core locks of an emulated host
-    env: dict[str, str] = {}  # variables that the process must have
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True):
+    """What one start of a replica gets besides its model and its place."""
+
+    epoch: int = 0
+    version: str = ""  # of everything that its process depends on; equal versions are interchangeable
+    tokenizer: str = ""  # a key; equal keys mean that the same text gives the same tokens
     log: str = ""
     socket: str = ""  # the path of a unix socket, for gateways of the same host
     uses_socket: bool = True  # False: all gateways use ``listen``
-    token: str = ""
     listen: str = ""  # for gateways of other hosts: `tls://ADDRESS:0`, or `tls` where the address is not known yet
+    token: str = ""
     credentials: Credentials | None = None  # of the replicas of this fleet
-    draft_source: str | None = None  # as ``source``, of the draft model; None: no drafting
-    draft_revision: str | None = None
-    draft_k: int = 0  # tokens drafted ahead
-    draft_method: str = "draft_model"  # or eagle, eagle3
-    origin: Origin | None = None  # of ``source``, once it is fetched
-    draft_origin: Origin | None = None
-    contents: str = ""  # what `contents_of` its local folders must give; empty: anything
-    adapters: dict[str, str] = {}  # as ``source``, of LoRA adapters by name
-    adapter_origins: dict[str, Origin] = {}  # of those that are not local
-    allow_pickle: bool = False  # read pickled weights too, also the draft's
-    trust_remote_code: bool = False  # run Python code of the checkpoint and of the draft's
-    engine_options: dict[str, Any] = {}
-    tp_degree: int = 1
-    sampling: Literal["host", "device"] = "host"
-    prefill_buckets: list[int] = []  # compiled prompt lengths; empty: the engine's own
-    decode_buckets: list[int] = []  # compiled KV lengths; empty: the engine's own
-    quantize: str | None = None  # of the weights: int8, fp8
-    quantize_kv: str | None = None  # of the KV cache: int8, fp8
-    group_query_attention: str | None = None
-    fuse_qkv: bool | None = None
-    compile_workers: int | None = None  # graphs compiled at once; None: the engine's own number
     compiled: str | None = None  # the folder of compiled artifacts of all models on this host
-    neff_cache: str | None = None  # where all hosts share compiled artifacts: a folder, or s3://...
+    contents: str = ""  # what `contents_of` its local folders must give; empty: anything
     python: str | None = None  # the interpreter of its process; None: that of the Ray node
-    warm: bool = False  # its process may be a fork of the host's warm process
-    proven: bool = False  # this version has served on this host: its first request is a client's, without a trial
     server_python: str | None = None  # the interpreter of its server, such as vLLM's; None: that of its process
     server_launch: list[str] = []  # the command of vLLM's server; empty: `vllm serve` of its interpreter
-    start_s: float = 0.0  # the deadline of a start, with its compiles; 0: the server's own time limits
-    server: ServerCommand | None = None  # of the engine server
-    version: str = ""  # of everything that its process depends on; equal versions are interchangeable
-    tokenizer: str = ""  # a key; equal keys mean that the same text gives the same tokens
+    warm: bool = False  # its process may be a fork of the host's warm process
+    proven: bool = False  # this version has served on this host: its first request is a client's, without a trial
 
-    def sources(self) -> list[tuple[Keys, str, str | None, Origin | None]]:
-        """Returns each source or folder that is read: its keys, itself, its revision and its origin."""
-        places = [
-            (SOURCE, self.source, self.revision, self.origin),
-            (DRAFT, self.draft_source, self.draft_revision, self.draft_origin),
-        ]
-        return [(keys, at, revision, origin) for keys, at, revision, origin in places if at is not None] + [
-            ((ADAPTERS, name), at, None, self.adapter_origins.get(name)) for name, at in self.adapters.items()
-        ]
+
+class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The configuration that a replica gets at its start."""
+
+    model: ModelSpec  # resolved (`ModelSpec.resolved`)
+    place: Place = Place()
+    run: Run = Run()
+    origins: dict[str, Origin] = {}  # of sources that are not local, by `key_of`
 
     @property
-    def adapter_sources(self) -> dict[str, str]:
-        """The source of each adapter: where it was fetched from, or its folder."""
-        origins = self.adapter_origins
-        return {name: origins[name].source if name in origins else at for name, at in self.adapters.items()}
+    def id(self) -> str:
+        """The replica's id, MODEL/INDEX."""
+        return f"{self.model.name}/{self.place.replica}"
+
+    @property
+    def dtype(self) -> Dtype:
+        """The type of the weights and of the KV cache."""
+        return self.model.dtype_on(self.model.engine)
+
+    @property
+    def max_len(self) -> int:
+        """Tokens of a slot."""
+        return self.model.length(None)
+
+    @property
+    def source(self) -> str | None:
+        """The checkpoint: a folder on this host, or a source to fetch; None for engines that read none."""
+        return self._at(SOURCE, self.model.source) or None if self.model.has_source else None
+
+    @property
+    def draft_source(self) -> str | None:
+        """As ``source``, of the draft model; None: no drafting."""
+        return None if self.model.draft is None else self._at(DRAFT, self.model.draft.source)
+
+    @property
+    def draft_k(self) -> int:
+        """Tokens drafted ahead; 0: no drafting."""
+        return 0 if self.model.draft is None else self.model.draft.k
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """As ``source``, of LoRA adapters by name."""
+        return {name: self._at((ADAPTERS, name), source) for name, source in self.model.adapters.items()}
+
+    def sources(self) -> list[tuple[Keys, str]]:
+        """Returns each source that is read, as the spec names it, with its keys."""
+        model = self.model
+        named = [(SOURCE, model.source if model.has_source else None), (DRAFT, model.draft and model.draft.source)]
+        return [(keys, source) for keys, source in named if source] + [
+            ((ADAPTERS, name), source) for name, source in model.adapters.items()
+        ]
 
     def local_folders(self) -> list[str]:
         """Returns the folders of the model and its draft that the host has had, and that their owner may change."""
-        places = ((self.source, self.origin), (self.draft_source, self.draft_origin))
-        return [folder for folder, origin in places if folder is not None and origin is None]
+        return [source for keys, source in self.sources() if keys[0] != ADAPTERS and key_of(keys) not in self.origins]
 
     def fetched_folders(self) -> dict[Keys, str]:
         """Returns the folders that were fetched."""
-        return {keys: at for keys, at, _, origin in self.sources() if origin is not None}
+        origins = ((keys, self.origins.get(key_of(keys))) for keys, _ in self.sources())
+        return {keys: origin.folder for keys, origin in origins if origin is not None and origin.folder}
+
+    def with_run(self, **changes: Any) -> ReplicaConfig:
+        """Returns the configuration with changed fields of ``run``."""
+        return msgspec.structs.replace(self, run=msgspec.structs.replace(self.run, **changes))
+
+    def _at(self, keys: Keys, source: str) -> str:
+        origin = self.origins.get(key_of(keys))
+        return source if origin is None or not origin.folder else origin.folder
+
+
+def encoded(message: msgspec.Struct) -> bytes:
+    """Returns a configuration, or a message with one in it, as JSON."""
+    return msgspec.json.encode(message, enc_hook=_as_builtin)
+
+
+def decoded(data: bytes | str, kind: type[T]) -> T:
+    """Returns the message that `encoded` has written. Raises msgspec.MsgspecError and pydantic's ValidationError."""
+    return msgspec.json.decode(data, type=kind, dec_hook=_from_builtin)
+
+
+def _as_builtin(value: Any) -> Any:
+    if isinstance(value, ModelSpec):
+        return value.model_dump(mode="json", exclude_defaults=True)
+    raise NotImplementedError(f"a message cannot hold a {type(value).__name__}")
+
+
+def _from_builtin(kind: type, value: Any) -> Any:
+    if kind is ModelSpec:
+        return ModelSpec.model_validate(value, strict=False)
+    raise NotImplementedError(f"a message cannot hold a {kind.__name__}")

@@ -50,9 +50,9 @@ def local_contents(config: ReplicaConfig) -> str:
     is not that of the other replicas of its version."""
     folders = [Path(folder) for folder in config.local_folders()]
     contents = contents_of(folders) if folders else ""
-    if config.contents not in ("", contents):
-        fact = f"the files in {' and '.join(map(str, folders))} have changed since {config.model} loaded them here"
-        hint = f"load them with corewright rollout restart {config.model}, or put the former files back"
+    if config.run.contents not in ("", contents):
+        fact = f"the files in {' and '.join(map(str, folders))} have changed since {config.model.name} loaded them here"
+        hint = f"load them with corewright rollout restart {config.model.name}, or put the former files back"
         raise EngineLoadError("source-changed", fact, hint)
     return contents
 
@@ -60,22 +60,22 @@ def local_contents(config: ReplicaConfig) -> str:
 def open_backend(config: ReplicaConfig, claim: CoreClaim | None, emit: Callable[[list[TokenEvent]], None]) -> Backend:
     """Loads the model and returns the backend, whose ``run`` is still to be called on a thread of its own. ``claim``
     stays held while a process of the backend lives. Raises EngineLoadError."""
-    serve = runner_of(config.engine).serve
+    serve = runner_of(config.model.engine).serve
     if serve is not None:
         from workers.engines.server.completion_relay import CompletionRelay
 
         server = serve(config, () if claim is None else claim.descriptors)
-        tokenizes = ENGINES[config.engine].tokenizer is not None
-        return CompletionRelay(server, load_tokenizer(config.engine, config.source) if tokenizes else None, emit)
-    if config.kind != "generate":
+        tokenizes = ENGINES[config.model.engine].tokenizer is not None
+        return CompletionRelay(server, load_tokenizer(config.model.engine, config.source) if tokenizes else None, emit)
+    if config.model.kind != "generate":
         encoder = open_encoder(config)
         encoder.load()
         START.end("engine")
-        return EncodeBatcher(encoder, emit, config.max_wait_s)
+        return EncodeBatcher(encoder, emit, config.model.max_wait_ms / 1000)
     engine = open_engine(config)
     engine.load()
     START.end("engine")
-    tokenizer = load_tokenizer(config.engine, config.source)
+    tokenizer = load_tokenizer(config.model.engine, config.source)
     START.end("tokenizer")
     return Batcher(engine, tokenizer, emit)
 
@@ -96,15 +96,15 @@ def failure_of(id: str, error: Exception, activity: str, config: ReplicaConfig) 
     cause = error
     if not isinstance(cause, EngineLoadError | SourceError):
         log.error("%s failed", activity, exc_info=error)
-        cause = EngineLoadError(id, f"{type(error).__name__}: {error}", f"the log is {config.log}")
+        cause = EngineLoadError(id, f"{type(error).__name__}: {error}", f"the log is {config.run.log}")
         if is_out_of_memory(error):
             cause = out_of_memory(error, activity)
     reaction = Reaction.STOP if cause.id in PERMANENT else Reaction.RETRY
     failure = Failure(cause.id, cause.what, cause.hint, reaction)
-    fault = fault_of(error, host_facts.last_words(Path(config.log))) if failure.id in VAGUE else None
+    fault = fault_of(error, host_facts.last_words(Path(config.run.log))) if failure.id in VAGUE else None
     if (known := fault_of(error)) is not None and known.id == failure.id:  # the engine has added what it knows
         failure = msgspec.structs.replace(failure, reaction=known.reaction)
     if fault is None or fault.id != "cores-taken":
         return fault or failure
-    owners = [f"nc{core} by pid {pid} ({command})" for core, (pid, command) in who_holds(config.cores).items()]
+    owners = [f"nc{core} by pid {pid} ({command})" for core, (pid, command) in who_holds(config.place.cores).items()]
     return msgspec.structs.replace(fault, what=f"{fault.what}; held: {', '.join(owners) or 'by no process now'}")

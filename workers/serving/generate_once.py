@@ -75,10 +75,14 @@ def run(job: GenerateJob, send: Send) -> None:
                 backend.close()  # ends its ``run``
 
     try:
-        claim = CoreClaim(Path(config.claims), config.cores) if config.claims and config.cores else None
+        claim = (
+            CoreClaim(Path(config.place.claims), config.place.cores)
+            if config.place.claims and config.place.cores
+            else None
+        )
         backend = open_backend(config, claim, emit)
         activity, id = "a step of the engine", "engine-failed"
-        request = _request(job, load_tokenizer(config.engine, config.source), backend.spec.max_len)
+        request = _request(job, load_tokenizer(config.model.engine, config.source), backend.spec.max_len)
         _submit(backend, request)
         backend.run()
         send(_end_of(answer))

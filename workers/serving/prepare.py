@@ -40,14 +40,14 @@ def check(config: ReplicaConfig) -> Checked:
     """Checks all that a start of ``config`` needs except cores: tokenizer, config.json, headers of weights, the
     engine's package and its view of the settings. Only its command can check the source of the engine server. Raises
     EngineLoadError, and errors of imports."""
-    if ENGINES[config.engine].tokenizer != "checkpoint":
+    if ENGINES[config.model.engine].tokenizer != "checkpoint":
         return Checked()
     hide_progress_bars()
     for folder in (config.source, config.draft_source):
         if folder is not None:
-            check_checkpoint(Path(folder), allow_pickle=config.allow_pickle)
-    load_tokenizer(config.engine, config.source)
-    check_engine = runner_of(config.engine).check
+            check_checkpoint(Path(folder), allow_pickle=config.model.allow_pickle)
+    load_tokenizer(config.model.engine, config.source)
+    check_engine = runner_of(config.model.engine).check
     if check_engine is None:
         buildables(config, read=False)
     else:
@@ -59,7 +59,7 @@ def predict(config: ReplicaConfig, *, read: bool = False, ahead: bool = False) -
     """Returns the artifacts that a start of ``config`` needs, in the replica's environment, and where it gets them.
     ``read`` and ``ahead``: as in ``Order``. Raises EngineLoadError."""
     wanted = [wanted_of(config, unit, find(unit, config, ahead)) for unit in buildables(config, read)]
-    return Predicted(engine=config.engine, wanted=wanted)
+    return Predicted(engine=config.model.engine, wanted=wanted)
 
 
 def run(command: str, order: Order, report: Report) -> bool:
@@ -82,16 +82,20 @@ def run(command: str, order: Order, report: Report) -> bool:
             return True
     except (EngineLoadError, SourceError) as error:
         failure = Failure(error.id, error.what, error.hint)
-        report(BuildTrouble(_with_known_fault(failure, error, config.log) if error.id in VAGUE else failure))
+        report(BuildTrouble(_with_known_fault(failure, error, config.run.log) if error.id in VAGUE else failure))
     except Exception as error:
-        log.exception("%s of %s failed", command, config.model)
+        log.exception("%s of %s failed", command, config.model.name)
         if is_out_of_memory(error):
-            want = out_of_memory(error, f"compiling {config.model}")
+            want = out_of_memory(error, f"compiling {config.model.name}")
             report(BuildTrouble(Failure(want.id, want.what, want.hint)))
         else:
-            message = f"{command} of {config.model}: {type(error).__name__}: {error}"
+            message = f"{command} of {config.model.name}: {type(error).__name__}: {error}"
             id = "start-failed" if command == "check" else "compile-failed"
-            report(BuildTrouble(_with_known_fault(Failure(id, message, f"the log is {config.log}"), error, config.log)))
+            report(
+                BuildTrouble(
+                    _with_known_fault(Failure(id, message, f"the log is {config.run.log}"), error, config.run.log)
+                )
+            )
     return False
 
 
@@ -109,7 +113,7 @@ def main(arguments: list[str]) -> int:
     order = read_request(Order)
     for name in NEVER_SET:
         os.environ.pop(name, None)
-    os.environ.update(order.config.env)
+    os.environ.update(order.config.place.env)
     return 0 if run(arguments[0], order, answering()) else 1
 
 

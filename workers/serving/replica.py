@@ -79,8 +79,8 @@ class Replica:
 
     def __init__(self, config: ReplicaConfig) -> None:
         self._config = config
-        _show_log(Path(config.log), f"replica-{config.model}-{config.replica}.log", config.host)
-        _redirect_output(Path(config.log))
+        _show_log(Path(config.run.log), f"replica-{config.model.name}-{config.place.replica}.log", config.place.host)
+        _redirect_output(Path(config.run.log))
         host_facts.log_sigterm()
         self._began = time.monotonic()
         START.begin()
@@ -100,8 +100,8 @@ class Replica:
         threading.Thread(target=self._live, name="load", daemon=True).start()
 
     def __repr__(self) -> str:
-        cores = self._config.env.get("NEURON_RT_VISIBLE_CORES") if self._config.cores else None
-        return f"{self._config.model}/{self._config.replica}" + (f"@nc{cores}" if cores else "")
+        cores = self._config.place.env.get("NEURON_RT_VISIBLE_CORES") if self._config.place.cores else None
+        return f"{self._config.model.name}/{self._config.place.replica}" + (f"@nc{cores}" if cores else "")
 
     @_ctl
     def watch(self, seen: int, timeout_s: float) -> ReplicaStatus:
@@ -144,8 +144,7 @@ class Replica:
             except Exception as error:  # noqa: BLE001 - it becomes the failure of the change
                 return failure_of("adapter-unusable", error, "the change of its adapters", self._config)
             self._uses.push(uses.pop_all())  # as long as the process lives: its server may read it again
-        origins = config.adapter_origins
-        self._config = msgspec.structs.replace(self._config, adapters=config.adapters, adapter_origins=origins)
+        self._config = config
         return None
 
     def _reading(self) -> ReplicaStatus:
@@ -179,31 +178,33 @@ class Replica:
 
     def _load(self) -> None:
         config = self._config
-        set_environment(config.env)
+        set_environment(config.place.env)
         fork_server.use_threads()
-        host_facts.pin_to(config.env.get("COREWRIGHT_CPUS"))
+        host_facts.pin_to(config.place.env.get("COREWRIGHT_CPUS"))
         for folder in config.fetched_folders().values():
             self._uses.enter_context(using(folder))
-        if runner_of(config.engine).serve is None and not ENGINES[config.engine].stores_shards:
+        if runner_of(config.model.engine).serve is None and not ENGINES[config.model.engine].stores_shards:
             threading.Thread(target=read_ahead, args=(weights_of(config),), name="read ahead", daemon=True).start()
-        if config.claims is not None and config.cores:
-            self._claim = CoreClaim(Path(config.claims), config.cores)
+        if config.place.claims is not None and config.place.cores:
+            self._claim = CoreClaim(Path(config.place.claims), config.place.cores)
         contents = local_contents(config)
         self._batcher = open_backend(config, self._claim, self._emit)
         self._status = msgspec.structs.replace(self._status, contents=contents)
         self._steps.start()
         threading.Thread(target=self._batcher.warm_guides, name="guides", daemon=True).start()
-        if config.server is None and not config.proven:  # `start_server` has sent a request
+        if config.model.server is None and not config.run.proven:  # `start_server` has sent a request
             self._probe()
         spec = self._batcher.spec
-        provider = open_provider("corewright-replica", {"service.instance.id": f"{config.model}/{config.replica}"})
+        provider = open_provider("corewright-replica", {"service.instance.id": config.id})
         if provider is not None:
-            self._tracing = ReplicaTracing(provider, self._batcher, model=config.model, replica=config.replica)
+            self._tracing = ReplicaTracing(
+                provider, self._batcher, model=config.model.name, replica=config.place.replica
+            )
         self._plane = DataPlane(
-            Path(config.socket) if config.uses_socket else None,
+            Path(config.run.socket) if config.run.uses_socket else None,
             welcome=Welcome(
                 version=version("corewright"),
-                package=str(Path(workers.__file__).parent) if config.python is None else "",
+                package=str(Path(workers.__file__).parent) if config.run.python is None else "",
                 slots=spec.slots,
                 max_len=spec.max_len,
                 max_prompt=spec.prefill_buckets[-1],
@@ -212,11 +213,11 @@ class Replica:
                 width=spec.width,
                 labels=list(spec.labels),
             ),
-            token=config.token,
-            epoch=config.epoch,
+            token=config.run.token,
+            epoch=config.run.epoch,
             batcher=self._batcher if self._tracing is None else self._tracing,
-            listen=config.listen,
-            credentials=config.credentials,
+            listen=config.run.listen,
+            credentials=config.run.credentials,
             taken=self._batcher.taken,
         )
         self._plane.start()
@@ -271,7 +272,7 @@ class Replica:
             self._fail(failure_of("engine-failed", error, "a step of the engine", self._config))
 
     def _open_sink(self, metric: Metric) -> Sink:
-        tags = dict(zip(TAGS, (self._config.model, str(self._config.replica)), strict=True))
+        tags = dict(zip(TAGS, (self._config.model.name, str(self._config.place.replica)), strict=True))
         if metric.is_counter:
             return cast(Sink, Counter(metric.name, metric.description, TAGS).set_default_tags(tags).inc)
         return cast(Sink, Gauge(metric.name, metric.description, TAGS).set_default_tags(tags).set)

@@ -93,19 +93,13 @@ def interpreters(spec: Spec, engine: Engine) -> dict[str, str]:
     return {field: value for field, value in (pythons | commands).items() if value}
 
 
-def version_of(
-    model: ModelSpec,
-    engine: Engine,
-    max_len: int,
-    pythons: Mapping[str, str] | None = None,
-    adapters: tuple[object, ...] = (),
-) -> str:
+def version_of(model: ModelSpec, pythons: Mapping[str, str] | None = None, adapters: tuple[object, ...] = ()) -> str:
     """Returns a hash of a replica's configuration: processes of the same version are interchangeable.
 
-    ``pythons`` are the spec's `interpreters` for the engine, ``adapters`` what `adapters_at_start` returns.
+    ``model`` is resolved; ``pythons`` are the spec's `interpreters` for its engine, ``adapters`` what
+    `adapters_at_start` returns.
     """
-    inputs = (engine, model.dtype_on(engine), max_len, *model.started_with, *adapters)
-    inputs += tuple(sorted((pythons or {}).items()))
+    inputs = (*model.started_with, *adapters, *sorted((pythons or {}).items()))
     return blake2s(repr(inputs).encode(), digest_size=4).hexdigest()
 
 

@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from workers.messages.replica_config import Origin
+from workers.messages.replica_config import ADAPTERS, DRAFT, SOURCE, Origin, key_of
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=str.lower):
@@ -109,8 +109,26 @@ class Pin(Record, frozen=True, kw_only=True):
         return f"{self.model}@{self.version}"
 
     @property
-    def origins(self) -> tuple[Origin | None, Origin | None, dict[str, Origin]]:
-        return self.origin, self.draft_origin, self.adapter_origins
+    def origins(self) -> dict[str, Origin]:
+        """The contents by `replica_config.key_of`."""
+        named = {SOURCE: self.origin, DRAFT: self.draft_origin}
+        named |= {(ADAPTERS, name): origin for name, origin in self.adapter_origins.items()}
+        return {key_of(keys): origin for keys, origin in named.items() if origin is not None}
+
+
+def pin_of(model: str, version: str, origins: Mapping[str, Origin], contents: Mapping[str, str] | None = None) -> Pin:
+    """Returns the record that pins contents, which are the same on all hosts; without ``origins``, that ends a pin."""
+    pinned = {key: msgspec.structs.replace(origin, folder="") for key, origin in origins.items()}
+    source, draft = pinned.pop(key_of(SOURCE), None), pinned.pop(key_of(DRAFT), None)
+    adapters = {key.removeprefix(f"{ADAPTERS}."): origin for key, origin in pinned.items()}
+    return Pin(
+        model=model,
+        version=version,
+        origin=source,
+        draft_origin=draft,
+        adapter_origins=adapters,
+        contents=dict(contents or {}),
+    )
 
 
 class Quarantine(Record, frozen=True, kw_only=True):

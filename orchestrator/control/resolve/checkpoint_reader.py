@@ -12,7 +12,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from orchestrator.control.resolve.config_builder import unplaced_config
 from placements.engines.registry import candidates_of, capabilities
 from placements.facts.adapters import USE_PEFT, Adapter
 from placements.facts.checkpoints import Checkpoint, CheckpointError, families
@@ -25,7 +24,7 @@ from workers.artifacts.sources.listing import SourceError
 from workers.engines.optimum_neuron.graph_cache import RegisteredExport, exports_in, fetch_exports
 from workers.engines.optimum_neuron.settings import OptimumSettings
 from workers.host import foreign_files
-from workers.messages.replica_config import ADAPTERS, DRAFT, SOURCE, Keys
+from workers.messages.replica_config import ADAPTERS, DRAFT, SOURCE, Keys, ReplicaConfig
 
 if TYPE_CHECKING:
     from workers.artifacts.sources.open_source import SourceQuery
@@ -422,6 +421,4 @@ def _settings(model: ModelSpec) -> OptimumSettings | None:
     """Returns the settings to compare; None: another engine's, or they are broken."""
     if not capabilities(model.engine).exports_graphs or model.broken & _COMPARED:
         return None
-    return OptimumSettings.of(
-        unplaced_config(model, model.engine, source="", draft_source=None, length=model.length(None))
-    )
+    return OptimumSettings.of(ReplicaConfig(model=model.resolved(model.engine, None)))

@@ -42,38 +42,38 @@ async def resolve_engine(config: ReplicaConfig, generation: ResolvedRevision, ho
        of vLLM must have the release that the plan is for.
     Raises HostLost.
     """
-    if config.engine == "auto":  # 1
+    if config.model.engine == "auto":  # 1
         return await _chosen(config, generation, hosts)
-    if config.python is not None or needs_neuron(config.engine):
-        interpreter = await hosts.interpreter(config.python, config.host)
-        refused = _refusal(interpreter, config.engine) or _misread(
-            interpreter, config.engine, config.model, generation
+    if config.run.python is not None or needs_neuron(config.model.engine):
+        interpreter = await hosts.interpreter(config.run.python, config.place.host)
+        refused = _refusal(interpreter, config.model.engine) or _misread(
+            interpreter, config.model.engine, config.model.name, generation
         )  # 2
         if refused is not None:
             return refused
-    if capabilities(config.engine).launches:
-        interpreter = await hosts.interpreter(config.server_python, config.host)
-        host = next(host for host in generation.hosts if host.name == config.host)
+    if capabilities(config.model.engine).launches:
+        interpreter = await hosts.interpreter(config.run.server_python, config.place.host)
+        host = next(host for host in generation.hosts if host.name == config.place.host)
         return vllm_refusal(interpreter, generation.spec.vllm_release_on(host)) or config
     return config
 
 
 async def _chosen(config: ReplicaConfig, generation: ResolvedRevision, hosts: Hosts) -> ReplicaConfig | Failure:
     spec = generation.spec
-    model = spec.model(config.model)
+    model = spec.model(config.model.name)
     assert model is not None
     usable: dict[Engine, Interpreter] = {}
     refusals: list[Failure] = []
     for engine in AUTO_ENGINES:
         python = spec.python_for(engine)
-        interpreter = await hosts.interpreter(python, config.host)
+        interpreter = await hosts.interpreter(python, config.place.host)
         refused = _refusal(interpreter, engine)
         if refused is None:
             usable[engine] = interpreter
         elif python is not None:  # the spec names it, so it should work
             refusals.append(refused)
-    host = next(host for host in generation.hosts if host.name == config.host)
-    checkpoint = generation.checkpoints.get(config.model)
+    host = next(host for host in generation.hosts if host.name == config.place.host)
+    checkpoint = generation.checkpoints.get(config.model.name)
     chosen = choose_engine(
         None if checkpoint is None else checkpoint.model_type,
         None if host.topology is None else host.topology.instance,
@@ -82,10 +82,10 @@ async def _chosen(config: ReplicaConfig, generation: ResolvedRevision, hosts: Ho
     if isinstance(chosen, NoEngine):
         also = "".join(f"; {refused.id}: {refused.what}" for refused in refusals)
         return Failure(chosen.id, chosen.what + also, chosen.hint)
-    if chosen in usable and (misread := _misread(usable[chosen], chosen, config.model, generation)):
+    if chosen in usable and (misread := _misread(usable[chosen], chosen, config.model.name, generation)):
         return misread
-    dtype, python = model.dtype_on(chosen), spec.python_for(chosen)
-    return msgspec.structs.replace(config, engine=chosen, dtype=dtype, python=python, warm=spec.is_warm(chosen))
+    config = msgspec.structs.replace(config, model=model.resolved(chosen, checkpoint))
+    return config.with_run(python=spec.python_for(chosen), warm=spec.is_warm(chosen))
 
 
 def _refusal(interpreter: Interpreter, engine: str) -> Failure | None:

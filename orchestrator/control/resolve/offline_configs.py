@@ -110,7 +110,7 @@ class OfflineConfigs:
     def with_heads(self, config: ReplicaConfig) -> ReplicaConfig | Failure:
         """Returns the configuration with remote sources replaced by the folders of their small files; or why these are
         unknown."""
-        model = self._spec.model(config.model)
+        model = self._spec.model(config.model.name)
         assert model is not None
         landed = {}
         for keys in wanted_by(config):
@@ -185,12 +185,13 @@ def target_of(host: Host, engine: Engine) -> str:
 def for_the_target(config: ReplicaConfig, host: Host) -> ReplicaConfig:
     """Returns the configuration with the compiler's target set, if this machine does not have the devices of the spec's
     host. An emulated host is this machine itself."""
-    if not needs_neuron(config.engine) or host.topology is None or host.emulated:
+    if not needs_neuron(config.model.engine) or host.topology is None or host.emulated:
         return config
     target = _target(host.topology.instance)
     if os.environ.get(neuron_target.OVERRIDE) or _target(this_host.instance_type() or "") == target:
         return config
-    return msgspec.structs.replace(config, env={**config.env, neuron_target.OVERRIDE: target})
+    place = msgspec.structs.replace(config.place, env={**config.place.env, neuron_target.OVERRIDE: target})
+    return msgspec.structs.replace(config, place=place)
 
 
 def _target(instance: str) -> str:

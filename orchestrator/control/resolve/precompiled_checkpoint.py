@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from orchestrator.control.resolve.checkpoint_reader import CheckpointFacts, SourcePart
-from orchestrator.control.resolve.config_builder import unplaced_config
 from placements.engines.registry import capabilities
 from placements.facts.topology import TOPOLOGIES
 from placements.spec.problems import Problem
 from placements.spec.schema import ModelSpec, Spec
 from workers.compiled.neuron_target import TARGETS
 from workers.messages.engine_protocol import EngineLoadError
-from workers.messages.replica_config import DRAFT, ReplicaConfig
+from workers.messages.replica_config import DRAFT, Origin, ReplicaConfig, key_of
 
 _NEEDED = frozenset(
     {"allow_pickle", "buckets", "draft", "dtype", "engine", "engine_options", "fuse_qkv", "max_batch", "max_len"}
@@ -32,22 +31,24 @@ def precompiled_problems(spec: Spec, facts: CheckpointFacts) -> Iterator[Problem
 
 def _problem(spec: Spec, model: ModelSpec, facts: CheckpointFacts) -> Problem | None:
     own = SourcePart(model)
-    source = _folder(own, facts)
-    draft = None if model.draft is None else _folder(SourcePart(model, DRAFT), facts)
-    if model.draft is not None and draft is None:
+    parts = [own] if model.draft is None else [own, SourcePart(model, DRAFT)]
+    folders = [(part, folder) for part in parts if (folder := _folder(part, facts)) is not None]
+    if len(folders) < len(parts):
         return None  # the options that depend on it cannot be compared
-    config = unplaced_config(
-        model, model.engine, source=source, draft_source=draft, length=model.length(facts.checkpoints[model.name])
+    source = folders[0][1]
+    config = ReplicaConfig(
+        model=model.resolved(model.engine, facts.checkpoints[model.name]),
+        origins={key_of(part.keys): Origin(source=part.source, folder=folder) for part, folder in folders},
     )
     error = _start_error(config, spec)
     if error is None:
         return None
-    fact, hint = (text if source is None else text.replace(source, own.source) for text in (error.what, error.hint))
+    fact, hint = (text.replace(source, own.source) for text in (error.what, error.hint))
     return Problem(error.id, "error", own.where(spec), f"{model.name}: {fact}", hint)
 
 
 def _start_error(config: ReplicaConfig, spec: Spec) -> EngineLoadError | None:
-    if not capabilities(config.engine).exports_graphs:
+    if not capabilities(config.model.engine).exports_graphs:
         from workers.engines.nxd_inference.precompiled import start_error
 
         return start_error(config)

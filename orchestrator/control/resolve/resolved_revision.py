@@ -24,7 +24,6 @@ from orchestrator.control.resolve.checkpoint_reader import (
     source_query,
     tokenizer_key,
 )
-from orchestrator.control.resolve.config_builder import unplaced_config
 from orchestrator.messages.controller_settings import ControllerSettings
 from orchestrator.process.home import Home
 from placements.engines.registry import SERVER_ENGINES, Engine, resolve
@@ -40,7 +39,7 @@ from placements.spec.parse import parse
 from placements.spec.problems import has_errors
 from placements.spec.schema import ModelSpec, Spec
 from placements.spec.yaml_tree import read
-from workers.messages.replica_config import ADAPTERS, DRAFT, SOURCE, Keys, Origin, ReplicaConfig
+from workers.messages.replica_config import ADAPTERS, SOURCE, Keys, Origin, Place, ReplicaConfig, Run, key_of
 
 if TYPE_CHECKING:
     from workers.artifacts.sources.source_metadata import Metadata
@@ -79,42 +78,42 @@ class ResolvedRevision:
         return {model.name: self.version(model) for model in self.spec.models}
 
     def version(self, model: ModelSpec) -> str:
-        engine, adapters = self.engines[model.name], self.adapters.get(model.name, {})
+        """Returns the version of a model of the spec, or of a changed copy."""
+        resolved, adapters = self.resolved(model), self.adapters.get(model.name, {})
         loaded = adapters_at_start(model, adapters.values(), live=self.hosts[0].emulated)
-        return version_of(model, engine, self.length(model), interpreters(self.spec, engine), loaded)
+        return version_of(resolved, interpreters(self.spec, resolved.engine), loaded)
+
+    def resolved(self, model: ModelSpec) -> ModelSpec:
+        """Returns the record of the model that its replicas get."""
+        return model.resolved(self.engines[model.name], self.checkpoints.get(model.name))
 
     def length(self, model: ModelSpec) -> int:
         """Returns the tokens of a slot."""
         return model.length(self.checkpoints.get(model.name))
 
-    def source(self, model: ModelSpec) -> str | None:
-        """Returns the source for replicas: the checkpoint's folder, or a hub id or s3:// prefix that their host
-        fetches. None without a checkpoint."""
-        return (model.source_path or model.source) if model.has_source else None
-
-    def draft_source(self, model: ModelSpec) -> str | None:
-        """Returns the draft's source; None without a draft."""
-        return None if model.draft is None else model.draft_path or model.draft.source
-
-    def adapter_origins(self, model: ModelSpec) -> dict[str, Origin]:
-        """Returns the sources of the adapters that are not local folders."""
-        sources = {name: source for name, source in model.adapters.items() if not is_path(source)}
+    def origins(self, model: ModelSpec) -> dict[str, Origin]:
+        """Returns the sources of the model that are not local folders, by `key_of`."""
+        parts = (part for part in source_parts(self.spec) if part.model.name == model.name)
         return {
-            name: Origin(source=source, revision=self.commit(model, (ADAPTERS, name)))
-            for name, source in sources.items()
+            key_of(part.keys): Origin(source=part.source, revision=self.commit(model, part.keys))
+            for part in parts
+            if not is_path(part.source)
         }
 
     def with_adapters(self, config: ReplicaConfig) -> ReplicaConfig:
         """Returns the configuration of a running replica with the adapters of this revision, still to be fetched except
         those that it has."""
-        model = self.spec.model(config.model)
+        model = self.spec.model(config.model.name)
         assert model is not None
-        adapters, origins, has = model.adapter_places, self.adapter_origins(model), config.adapter_sources
-        for name in [name for name, place in adapters.items() if has.get(name) == place]:
-            adapters[name] = config.adapters[name]
-            if name in origins:
-                origins[name] = config.adapter_origins[name]
-        return msgspec.structs.replace(config, adapters=adapters, adapter_origins=origins)
+        origins = self.origins(model) | {
+            key: origin for key, origin in config.origins.items() if not key.startswith(ADAPTERS)
+        }
+        for name, place in model.adapter_places.items():
+            key = key_of((ADAPTERS, name))
+            if config.model.adapters.get(name) == place and key in config.origins:
+                origins[key] = config.origins[key]
+        resolved = config.model.model_copy(update={"adapters": model.adapter_places})
+        return msgspec.structs.replace(config, model=resolved, origins=origins)
 
     def commit(self, model: ModelSpec, keys: Keys = SOURCE) -> str | None:
         """Returns the commit of a hub id that all replicas of this fleet load; the spec's revision if the hub was never
@@ -254,38 +253,35 @@ def replica_config(
 
     Remote sources are still to be fetched (`artifact_fetcher.py`).
     """
-    model = generation.spec.model(placement.model)
+    spec = generation.spec
+    model = spec.model(placement.model)
     assert model is not None
     index, host = next((i, host) for i, host in enumerate(generation.hosts) if host.name == placement.host)
     engine = generation.engines[model.name]
-    over_tcp = fleet is not None and fleet.data_plane == "tcp"
-    return msgspec.structs.replace(
-        unplaced_config(
-            model,
-            engine,
-            source=generation.source(model),
-            draft_source=generation.draft_source(model),
-            length=generation.length(model),
-        ),
+    place = Place(
         replica=placement.replica,
         host=placement.host,
-        revision=generation.commit(model),
-        draft_revision=None if model.draft is None else generation.commit(model, DRAFT),
-        adapter_origins=generation.adapter_origins(model),
         cores=[] if placement.cores is None else list(placement.cores),
-        claims=str(home.claims(index)) if host.emulated else None,
         env=dict(placement.env),
-        log=str(home.log(model.name, placement.replica)),
-        token="" if fleet is None else fleet.token,
-        listen="tls" if over_tcp else "",
-        uses_socket=not over_tcp,
-        credentials=None if fleet is None else fleet.replica,
-        compiled=str(home.compiled),
-        python=None if engine in SERVER_ENGINES else generation.spec.python_for(engine),
-        warm=generation.spec.is_warm(engine),
-        server_python=generation.spec.python_for(engine) if engine in SERVER_ENGINES else None,
-        server_launch=generation.spec.launch_of(engine) if engine in SERVER_ENGINES else [],
-        start_s=model.deadlines.start_s + model.deadlines.compile_s if engine in SERVER_ENGINES else 0.0,
+        claims=str(home.claims(index)) if host.emulated else None,
+    )
+    run = Run(
         version=generation.versions[model.name],
         tokenizer=generation.tokenizers[model.name],
+        log=str(home.log(model.name, placement.replica)),
+        compiled=str(home.compiled),
+        python=None if engine in SERVER_ENGINES else spec.python_for(engine),
+        server_python=spec.python_for(engine) if engine in SERVER_ENGINES else None,
+        server_launch=spec.launch_of(engine) if engine in SERVER_ENGINES else [],
+        warm=spec.is_warm(engine),
     )
+    if fleet is not None:
+        over_tcp = fleet.data_plane == "tcp"
+        run = msgspec.structs.replace(
+            run,
+            uses_socket=not over_tcp,
+            listen="tls" if over_tcp else "",
+            token=fleet.token,
+            credentials=fleet.replica,
+        )
+    return ReplicaConfig(model=generation.resolved(model), place=place, run=run, origins=generation.origins(model))

@@ -95,7 +95,7 @@ async def check_preview(fleet: Played, text: str) -> dict[str, str] | None:
     after = running(fleet)
     assert changes == changed(before, after)
     assert places == {id: place for id, (_, place) in after.items()}
-    started = {f"{config.model}/{config.replica}" for config in fleet.cluster.started[starts:]}
+    started = {f"{config.model.name}/{config.place.replica}" for config in fleet.cluster.started[starts:]}
     assert started == {id for id, change in changes.items() if change != "stop"}
     assert applied["changes"] == preview["changes"]
     assert {

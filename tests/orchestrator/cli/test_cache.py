@@ -13,7 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from orchestrator.cli import main as cli
@@ -32,7 +31,7 @@ from workers.compiled.neuron_cache import read_entries
 from workers.compiled.prediction import LATER, Prediction
 from workers.compiled.storage import storage_at
 from workers.host.neuron_faults import fault_of
-from workers.messages.replica_config import ReplicaConfig
+from workers.messages.replica_config import ReplicaConfig, encoded
 
 ECHO = "hosts: {emulate: inf2.xlarge}\nmodels: {parrot: {engine: echo}}\n"
 TNX = """\
@@ -310,7 +309,7 @@ def test_every_command_sets_the_target_of_the_compiler(tmp_path: Path, monkeypat
         for heads in (True, False):
             (replica_config,) = configs(load(str(spec)), Home(tmp_path / "home"), heads=heads)
             assert isinstance(replica_config.config, ReplicaConfig)
-            targets.append(replica_config.config.env.get(neuron_target.OVERRIDE))
+            targets.append(replica_config.config.place.env.get(neuron_target.OVERRIDE))
     assert targets == ["trn1", "trn1", None, None]
 
 
@@ -353,8 +352,8 @@ def compile_ahead(spec: Path, home: Path) -> None:
     config = replica_config.config
     assert isinstance(config, ReplicaConfig)
     done = subprocess.run(
-        [config.python or sys.executable, "-m", "workers.serving.prepare", "compile"],
-        input=msgspec.json.encode(Order(config=config)),
+        [config.run.python or sys.executable, "-m", "workers.serving.prepare", "compile"],
+        input=encoded(Order(config=config)),
         capture_output=True,
         timeout=120,
     )

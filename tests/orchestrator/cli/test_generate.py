@@ -18,6 +18,7 @@ from orchestrator.cli import main as cli
 from tests.checkpoints import CHAT_TEMPLATE, make_checkpoint, save_tokenizer
 from tests.doubles.machine import Machine, build_machine
 from tests.readable import is_readable
+from tests.replica_configs import replica_config
 from workers.compiled import preparation
 from workers.engines.cpu.engine import CpuEngine
 from workers.engines.echo.engine import EchoEngine
@@ -341,7 +342,7 @@ def config(**changes: Any) -> ReplicaConfig:
         "socket": "",
         "token": "",
     }
-    return ReplicaConfig(**{**plain, **changes})
+    return replica_config(**{**plain, **changes})
 
 
 def replies_of(engine: Any, monkeypatch: pytest.MonkeyPatch, **job: Any) -> list[Reply]:

@@ -75,10 +75,13 @@ def test_a_model_on_two_hosts_is_transferred_once_to_each(tmp_path: Path, source
 
     async def story(played: Played) -> None:
         await played.settled()
-        assert sorted(config.host for config in cluster.started) == sorted(HOSTS * 2)
+        assert sorted(config.place.host for config in cluster.started) == sorted(HOSTS * 2)
         assert s3_proxy.bytes("m/model.safetensors") == 2 * len(WEIGHTS)
         assert [message.startswith("0 bytes: ") for message in fetched(played)] == [True, True, False, False]
-        assert [len({config.source for config in cluster.started if config.host == host}) for host in HOSTS] == [1, 1]
+        assert [len({config.source for config in cluster.started if config.place.host == host}) for host in HOSTS] == [
+            1,
+            1,
+        ]
 
     play(tmp_path, SPEC.format(source=source, degree=12, replicas=4), story, cluster=cluster)
 
@@ -94,7 +97,7 @@ def test_a_replica_starts_on_the_host_whose_store_has_its_model(
 
     async def story(played: Played) -> None:
         await played.settled()
-        assert [config.host for config in cluster.started] == [holder]
+        assert [config.place.host for config in cluster.started] == [holder]
         assert s3_proxy.bytes() == 0
 
     play(tmp_path, SPEC.format(source=source, degree=8, replicas=1), story, cluster=cluster)

@@ -111,40 +111,40 @@ class Played:
         limit_s: float | None = None,
     ) -> Iterator[Reply]:
         replica_config = order.config
-        target = replica_config.env.get(neuron_target.OVERRIDE, "")
+        target = replica_config.place.env.get(neuron_target.OVERRIDE, "")
         key = f"key-of-{Path(replica_config.source or '').name}-{replica_config.dtype}{target}"
         wanted = Wanted(
             role="model",
             source=replica_config.source or "",
-            manifest={"engine": replica_config.engine},
-            folder=f"{replica_config.compiled}/{key}",
-            complete=replica_config.model in self.complete,
+            manifest={"engine": replica_config.model.engine},
+            folder=f"{replica_config.run.compiled}/{key}",
+            complete=replica_config.model.name in self.complete,
             ahead=True,
         )
         if command == "predict":
-            yield Predicted(engine=replica_config.engine, wanted=[wanted])
+            yield Predicted(engine=replica_config.model.engine, wanted=[wanted])
             return
         yield from self._compile(replica_config, key, wanted, order.push)
 
     def _compile(self, replica_config: ReplicaConfig, key: str, wanted: Wanted, push: bool) -> Iterator[Reply]:
         with self._lock:
-            self.compiled.append(replica_config.model)
-            self.targets.append(replica_config.env.get(neuron_target.OVERRIDE))
-            self.logs.add(Path(replica_config.log).name)
+            self.compiled.append(replica_config.model.name)
+            self.targets.append(replica_config.place.env.get(neuron_target.OVERRIDE))
+            self.logs.add(Path(replica_config.run.log).name)
             self.pushed.append(push)
             self.at_once += 1
             self.most_at_once = max(self.most_at_once, self.at_once)
         if self.gate is not None:
             self.gate.wait(DEADLINE_S)
         if self.stopped:
-            raise Stopped(replica_config.model)
+            raise Stopped(replica_config.model.name)
         yield Working(key=key, role="model", phase="compiling", done=1, total=2)
         with self._lock:
             self.at_once -= 1
-        if replica_config.model in self.failures:
-            yield BuildTrouble(self.failures[replica_config.model])
+        if replica_config.model.name in self.failures:
+            yield BuildTrouble(self.failures[replica_config.model.name])
             return
-        done = [] if replica_config.model in self.complete else [key]
+        done = [] if replica_config.model.name in self.complete else [key]
         whole = msgspec.structs.replace(wanted, complete=True)
         yield Built(wanted=[whole], compiled=done, warnings=self.warnings, unsent=self.unsent, seconds=1.5)
 
@@ -484,7 +484,7 @@ def test_ctrl_c_ends_the_compilers(
             return
         began.set()
         assert stop.wait(DEADLINE_S)
-        ended.append(order.config.model)
+        ended.append(order.config.model.name)
         raise Stopped("x")
 
     monkeypatch.setattr(preparation, "run_process", process_of(answers))

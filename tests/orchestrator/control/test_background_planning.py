@@ -85,7 +85,7 @@ async def test_cores_that_fail_while_a_plan_is_made_are_not_used(tmp_path: Path)
         await played.operator.scale("m", 2, "tester")
         await played.settled()
     assert thread.happened
-    assert not {0, 1} & {core for config in cluster.started[1:] for core in config.cores}
+    assert not {0, 1} & {core for config in cluster.started[1:] for core in config.place.cores}
 
 
 @virtual

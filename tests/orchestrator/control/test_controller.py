@@ -29,7 +29,7 @@ def running(home: Path, cluster: FakeCluster | None = None) -> Played:
 @settled_fleet(SPEC)
 async def test_every_min_replica_is_started_on_its_cores(fleet: Played) -> None:
     """The fleet becomes ready with each replica on the planned cores, and `min: 0` starts nothing."""
-    assert {(c.model, c.replica, c.env["NEURON_RT_VISIBLE_CORES"]) for c in fleet.cluster.started} == {
+    assert {(c.model.name, c.place.replica, c.place.env["NEURON_RT_VISIBLE_CORES"]) for c in fleet.cluster.started} == {
         ("a", 0, "0-7"),
         ("b", 0, "8-9"),
         ("b", 1, "10-11"),
@@ -55,9 +55,9 @@ async def test_a_dead_replica_restarts_on_the_same_cores_with_the_next_epoch(fle
     await fleet.until(lambda: fleet.replica("b/1")["restarts"] == 1, "started again")
     await fleet.until(lambda: fleet.replica("b/1")["state"] == "ready", "ready again")
 
-    first, second = [c for c in fleet.cluster.configs("b") if c.replica == 1]
-    assert (first.cores, first.epoch) == ([10, 11], 1)
-    assert (second.cores, second.epoch) == ([10, 11], 2)
+    first, second = [c for c in fleet.cluster.configs("b") if c.place.replica == 1]
+    assert (first.place.cores, first.run.epoch) == ([10, 11], 1)
+    assert (second.place.cores, second.run.epoch) == ([10, 11], 2)
     assert fleet.cluster.ended == ["b/1.1"]
     assert fleet.replica("a/0")["restarts"] == 0
 
@@ -142,7 +142,7 @@ async def test_a_restarted_controller_adopts_the_live_replicas(tmp_path: Path) -
         assert second.controller.routes() == before
         await cluster.replicas["a/0.1"].die("killed")
         await second.until(lambda: second.replica("a/0")["state"] == "ready" and len(cluster.started) == 5, "again")
-        assert cluster.started[-1].epoch == 2
+        assert cluster.started[-1].run.epoch == 2
 
 
 async def test_the_age_of_an_adopted_start_does_not_depend_on_the_clock_of_its_machine(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ async def test_a_core_of_a_foreign_process_is_not_assigned_to_a_replica(fleet: P
     """The planner places unpinned replicas elsewhere, and a pinned one waits with the reason."""
     await fleet.until(lambda: fleet.replica("b/1").get("state") == "ready", "placed elsewhere")
 
-    assert {tuple(c.cores) for c in fleet.cluster.configs("b")} == {(10, 11), (12, 13)}
+    assert {tuple(c.place.cores) for c in fleet.cluster.configs("b")} == {(10, 11), (12, 13)}
     assert fleet.cluster.configs("a") == []
     model = fleet.controller.status().models[0]
     assert model.state == "failed"
@@ -242,4 +242,4 @@ async def test_no_routes_are_published_before_the_live_replicas_are_adopted(tmp_
 @settled_fleet(SPEC, unadoptable={"a/0": 4})
 async def test_an_unresponsive_replica_is_restarted_with_the_next_epoch(fleet: Played) -> None:
     """Its name is never used twice, although it could not be adopted."""
-    assert [config.epoch for config in fleet.cluster.configs("a")] == [5]
+    assert [config.run.epoch for config in fleet.cluster.configs("a")] == [5]

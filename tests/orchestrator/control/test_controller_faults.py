@@ -8,7 +8,6 @@ from collections.abc import AsyncGenerator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-import msgspec.structs
 import pytest
 
 from orchestrator.control.decisions.replica_view import ReplicaView
@@ -16,6 +15,7 @@ from orchestrator.control.effects import HostLost, LogText
 from tests.orchestrator import fakes
 from tests.orchestrator.elsewhere import forbid_remote_sources
 from tests.orchestrator.fakes import FakeCluster, Played, virtual, virtually
+from tests.replica_configs import changed
 from workers.artifacts.fetch.artifact_fetcher import FetchedArtifact, WantedArtifact
 from workers.artifacts.fetch.progress import FetchStatus
 from workers.messages.replica_config import ReplicaConfig
@@ -97,7 +97,7 @@ def test_unreadable_last_words_do_not_hide_a_death(tmp_path: Path) -> None:
 
     async def story(fleet: Played) -> None:
         configs = fleet.controller.state.configs
-        configs["m/0"] = msgspec.structs.replace(configs["m/0"], engine="transformers-neuronx")
+        configs["m/0"] = changed(configs["m/0"], engine="transformers-neuronx")
         await cluster.find("m/0").die("killed")
         await fleet.until(lambda: fleet.replica("m/0")["state"] != "ready", "its death is seen", 10.0)
 
@@ -204,7 +204,7 @@ async def test_a_process_whose_start_fails_while_it_is_requested_is_ended(tmp_pa
         cluster.released.set()
         await fleet.settled()
         assert cluster.violations == []
-        assert [replica.config.epoch for replica in cluster.living()] == [2]
+        assert [replica.config.run.epoch for replica in cluster.living()] == [2]
 
 
 TWO_HOSTS = """\

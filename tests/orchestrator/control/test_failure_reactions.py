@@ -146,7 +146,7 @@ async def test_a_permanent_error_is_not_retried(fleet: Played) -> None:
     await fails(fleet, "a/0.1", FULL)
     await asyncio.sleep(3000.0)
     replica, model = fleet.replica("a/0"), fleet.model("a")
-    assert [config.epoch for config in fleet.cluster.configs("a")] == [1]
+    assert [config.run.epoch for config in fleet.cluster.configs("a")] == [1]
     assert (replica["state"], replica["stopped"], replica["pause_s"]) == ("failed", True, None)
     assert replica["reason"] == "hbm-exhausted: the cores' memory is full (lower max_batch)"
     assert model["state"] == "failed"
@@ -189,10 +189,10 @@ async def test_an_update_that_can_never_start_is_rolled_back_at_once(fleet: Play
     await fleet.until(lambda: len(fleet.cluster.configs("a")) == 2, "the new one is asked for")
     fleet.cluster.loads = True
     new = fleet.cluster.configs("a")[-1]
-    await fails(fleet, f"a/{new.replica}.{new.epoch}", FULL)
+    await fails(fleet, f"a/{new.place.replica}.{new.run.epoch}", FULL)
     await fleet.settled()
     assert fleet.journal.state().outcomes[2].state == "rolled_back"
-    assert [config.slots for config in fleet.cluster.configs("a")].count(64) == 1
+    assert [config.model.max_batch for config in fleet.cluster.configs("a")].count(64) == 1
 
 
 def test_the_last_log_lines_of_a_dead_replica_are_its_failure(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ async def test_every_host_is_emptied_in_turn_while_each_model_serves(
         assert isinstance(drained, HostInFleet)
         assert (drained.draining, drained.busy > 0) == (True, True)
         await reached(played, lambda: not host(played, name).busy, least)  # noqa: B023
-        assert name not in {replica.config.host for replica in played.cluster.living()}
+        assert name not in {replica.config.place.host for replica in played.cluster.living()}
         await played.operator.cordon(name, None, False, "tester")
         assert not played.controller.status().settled, "its new plan is not made yet"
         await reached(played, lambda: played.controller.status().settled, least)

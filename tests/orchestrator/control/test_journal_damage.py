@@ -217,7 +217,7 @@ async def test_a_draining_replica_continues_only_after_the_hold(tmp_path: Path) 
     journal.close()
     damaged(path, 2)
     for replica in cluster.living():
-        if cluster.drained[0].startswith(f"{replica.config.model}/{replica.config.replica}."):
+        if cluster.drained[0].startswith(f"{replica.config.model.name}/{replica.config.place.replica}."):
             await replica.report(phase=Phase.DRAINING)
     cluster.drained.clear()
     cluster.started.clear()

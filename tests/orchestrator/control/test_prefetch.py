@@ -7,7 +7,6 @@ import copy
 from pathlib import Path
 from typing import Any
 
-import msgspec.structs
 import pytest
 from msgspec import convert, to_builtins
 from msgspec.structs import replace
@@ -19,6 +18,7 @@ from orchestrator.messages.fleet_status import FetchProgress, ReplicaInFleet
 from tests.orchestrator.elsewhere import alone as alone
 from tests.orchestrator.fakefleet import STATUS, replica, status_of
 from tests.orchestrator.fakes import FakeCluster, Played, play, starting_fleet
+from tests.replica_configs import changed
 from tests.stubs import stub_checkpoint
 from tests.workers.artifacts.test_artifact_fetcher import CONFIG
 from workers.artifacts.fetch.progress import FetchStatus
@@ -113,7 +113,7 @@ async def test_cores_taken_by_another_process_during_a_fetch_are_not_used(played
     await played.until(lambda: played.host()["quarantine"], "it is seen", 20.0)
     assert played.replica("m/0")["state"] == "fetching"
     await played.settled()
-    assert [config.cores for config in played.cluster.started] == [list(range(8, 16))]
+    assert [config.place.cores for config in played.cluster.started] == [list(range(8, 16))]
     assert len(played.cluster.fetches) == 1
     assert "Failed" not in played.happened()
 
@@ -206,7 +206,7 @@ async def test_a_restarted_controller_resumes_a_fetch(played: Played, tmp_path: 
     await played.kill()
     async with Played(tmp_path, played.cluster, spec(), journal=played.journal) as second:
         await second.settled()
-        assert [config.epoch for config in played.cluster.started] == [2]
+        assert [config.run.epoch for config in played.cluster.started] == [2]
         await second.kill()
 
 
@@ -264,12 +264,12 @@ async def test_one_host_compiles_for_all_that_share_a_cache(played: Played, cach
     """The others wait and fetch what it pushes. Without a cache in S3, each compiles."""
     played.cluster.uncompiled = {played.controller.state.current.versions["m"]}
     await played.settled()
-    assert {config.host for config in played.cluster.started} == set(played.cluster.host_names)
+    assert {config.place.host for config in played.cluster.started} == set(played.cluster.host_names)
     took = sorted(event.message for event in played.journal.events() if event.reason == "Compiled")
     assert took == (["ahead, in 1 s", "ahead, in 150 s"] if cache else ["ahead, in 150 s"] * 2)
     waits = [(event.host, event.message) for event in played.journal.events() if event.reason == "WaitsForCompile"]
-    message = f"{played.cluster.started[0].host} compiles the same and pushes it to {cache}"
-    assert waits == ([(played.cluster.started[1].host, message)] if cache else [])
+    message = f"{played.cluster.started[0].place.host} compiles the same and pushes it to {cache}"
+    assert waits == ([(played.cluster.started[1].place.host, message)] if cache else [])
 
 
 @starting_fleet(
@@ -282,7 +282,7 @@ async def test_a_host_that_waits_for_a_compilation_compiles_if_that_fails(played
     first = next(event.host for event in played.journal.events() if event.reason == "WillCompile")
     played.cluster.lost_now = {str(first)}
     await played.until(lambda: played.ready("m"), "the other one serves", 200.0)
-    assert [config.host for config in played.cluster.started] == [
+    assert [config.place.host for config in played.cluster.started] == [
         name for name in played.cluster.host_names if name != first
     ]
 
@@ -291,7 +291,10 @@ async def test_a_host_that_waits_for_a_compilation_compiles_if_that_fails(played
 async def test_among_equal_hosts_the_one_with_the_model_is_chosen(played: Played) -> None:
     """The replica starts without a transfer."""
     await played.settled()
-    assert ([config.host for config in played.cluster.started], played.cluster.fetches) == (["inf2.48xlarge/1"], [])
+    assert ([config.place.host for config in played.cluster.started], played.cluster.fetches) == (
+        ["inf2.48xlarge/1"],
+        [],
+    )
     fetched = next(event.message for event in played.journal.events() if event.reason == "Fetched")
     assert fetched == "0 bytes: 100 bytes were here"
 
@@ -357,11 +360,11 @@ async def test_a_broken_fetch_fails_the_waiting_replica(played: Played) -> None:
     """With the cause of the fetch. Its process ends before the next one, which resumes the fetch, is requested."""
     await played.until(lambda: played.replica("m/0").get("failures") == 1, "it failed", 300.0)
     assert played.replica("m/0")["reason"] == "s3-unreachable: no answer"
-    assert [config.epoch for config in played.cluster.started] == [1]
+    assert [config.run.epoch for config in played.cluster.started] == [1]
     await played.until(lambda: played.cluster.ended, "its process is ended", 10.0)
     played.cluster.broken_fetch = None
     await played.settled()
-    assert [config.epoch for config in played.cluster.started] == [1, 2]
+    assert [config.run.epoch for config in played.cluster.started] == [1, 2]
     assert (len(played.cluster.living()), played.cluster.ended) == (1, ["m/0.1"])
 
 
@@ -410,7 +413,7 @@ async def test_a_process_that_dies_while_it_waits_restarts_after_the_fetch(playe
     await played.until(lambda: played.cluster.started, "it is started", 200.0)
     await played.cluster.find("m/0").die("killed")
     await played.settled()
-    assert [config.epoch for config in played.cluster.started] == [1, 2]
+    assert [config.run.epoch for config in played.cluster.started] == [1, 2]
     assert played.cluster.stopped_fetches == [(HOST, "s3://models/one")]
 
 
@@ -424,7 +427,7 @@ async def test_a_restarted_controller_requests_the_files_that_its_replica_waits_
     played.cluster.fetch_s = 10.0
     async with Played(tmp_path, played.cluster, spec(), journal=played.journal) as second:
         await second.settled()
-        assert [config.epoch for config in played.cluster.started] == [1]
+        assert [config.run.epoch for config in played.cluster.started] == [1]
         assert second.replica("m/0")["epoch"] == 1
         assert second.happened().count("Failed") == 0
         await second.kill()
@@ -468,7 +471,7 @@ def test_a_process_starts_ahead_by_its_measured_time_before_the_weights() -> Non
     assert lead_of(CONFIG, None) == PROCESS_S
     assert lead_of(CONFIG, 2.0) == 2.0
     assert lead_of(CONFIG, 9.0) == 9.0
-    assert lead_of(msgspec.structs.replace(CONFIG, engine="transformers-neuronx"), 2.0) is None
+    assert lead_of(changed(CONFIG, engine="transformers-neuronx"), 2.0) is None
 
 
 # Local folders
@@ -481,15 +484,15 @@ async def test_a_replica_loads_the_files_of_its_version_until_an_operator_accept
     played.cluster.local_contents = "new"
     await played.cluster.find("m/0").die("killed")
     await played.until(lambda: played.replica("m/0")["stopped"], "it is not loaded", 60)
-    assert played.cluster.started[-1].contents == "old"
+    assert played.cluster.started[-1].run.contents == "old"
     assert played.replica("m/0")["reason"].startswith("source-changed")
     await played.operator.restart("m", "tester")
     await played.settled()
     (replica,) = played.ready("m")
-    assert played.cluster.started[-1].contents == ""
+    assert played.cluster.started[-1].run.contents == ""
     await played.cluster.find(replica["id"]).die("killed")
     await played.settled()
-    assert played.cluster.started[-1].contents == "new"
+    assert played.cluster.started[-1].run.contents == "new"
 
 
 # In words

@@ -121,7 +121,7 @@ class Asked(FakeCluster):
         self.foreseen: list[str] = []
 
     async def foresee(self, config: ReplicaConfig) -> Sequence[str] | Failure:
-        self.foreseen.append(config.version)
+        self.foreseen.append(config.run.version)
         return await super().foresee(config)
 
 
@@ -159,10 +159,10 @@ class Claimed(FakeCluster):
         held = dict[int, CoreOwner]()
         for replica in self.replicas.values():
             if replica.dead is None:
-                held |= dict.fromkeys(replica.config.cores, CoreOwner(replica.status.pid, "ours"))
+                held |= dict.fromkeys(replica.config.place.cores, CoreOwner(replica.status.pid, "ours"))
         for at, ended, pid in self._ended:
             if now() - at < self.late_s:
-                held |= dict.fromkeys(ended.cores, CoreOwner(pid, "dead"))
+                held |= dict.fromkeys(ended.place.cores, CoreOwner(pid, "dead"))
         return held
 
     async def lose_process(self, id: str) -> None:
@@ -207,7 +207,7 @@ async def test_a_host_that_has_fetched_a_model_is_preferred_at_once(played: Play
     await played.settled()
     state = played.controller.state
     await played.until(lambda: any(ONE in held for held in state.held.values()), "it is known", 5.0)
-    assert [host for host, held in state.held.items() if ONE in held] == [played.cluster.started[0].host]
+    assert [host for host, held in state.held.items() if ONE in held] == [played.cluster.started[0].place.host]
 
 
 @virtual
@@ -321,7 +321,7 @@ def test_graphs_that_only_a_start_compiles_are_not_a_failure(
         commands.append(command)
         if command == "predict":
             fields = {"role": "model", "source": "/m", "manifest": MANIFEST, "complete": False, "ahead": False}
-            yield Predicted(engine=order.config.engine, wanted=[Wanted(**{**fields, **wanted})])
+            yield Predicted(engine=order.config.model.engine, wanted=[Wanted(**{**fields, **wanted})])
         else:
             assert built is not None
             yield built
@@ -406,7 +406,7 @@ def test_verify_fails_if_a_model_would_compile_at_its_start(
 
     def verdicts(config: ReplicaConfig, **options: Any) -> list[Wanted]:
         read.append(options["read"])
-        prediction = Prediction(outcomes["ab".index(config.model)], "nothing", "why")
+        prediction = Prediction(outcomes["ab".index(config.model.name)], "nothing", "why")
         nothing = Wanted(role="model", source="", manifest={}, folder="", complete=False, ahead=False)
         return [msgspec.structs.replace(nothing, prediction=prediction)]
 
@@ -464,10 +464,12 @@ def test_concurrent_compilations_are_limited(tmp_path: Path, monkeypatch: pytest
     def answers(command: str, order: Order, *_: Any, **__: Any) -> Iterator[Reply]:
         config = order.config
         wanted = Wanted(
-            role="model", source="/m", manifest=MANIFEST, folder=f"/{config.model}", complete=False, ahead=True
+            role="model", source="/m", manifest=MANIFEST, folder=f"/{config.model.name}", complete=False, ahead=True
         )
         yield (
-            Predicted(engine=config.engine, wanted=[wanted]) if command == "predict" else Built(wanted=[], seconds=1.0)
+            Predicted(engine=config.model.engine, wanted=[wanted])
+            if command == "predict"
+            else Built(wanted=[], seconds=1.0)
         )
 
     monkeypatch.setattr("orchestrator.compiling.compile_ahead.startable", spied)

@@ -82,7 +82,7 @@ async def test_only_a_model_that_returns_to_its_host_serves_without_a_trial(flee
     await fleet.operator.load("a", by="tester")
     await fleet.until(lambda: fleet.controller.state.ready("a") == 1, "a is back")
 
-    assert [config.proven for config in fleet.cluster.configs("a")] == [False, True]
+    assert [config.run.proven for config in fleet.cluster.configs("a")] == [False, True]
 
 
 @starting_fleet(SPEC)

@@ -11,6 +11,8 @@ import msgspec.structs
 import pytest
 
 from tests.fleet import until
+from tests.replica_configs import changed
+from tests.replica_configs import replica_config as configured
 from tests.s3 import FaultProxy, S3Server
 from tests.workers.fake_remote import DEADLINE_S, FakeRemote
 from workers.artifacts.fetch import retry_policy
@@ -26,11 +28,11 @@ from workers.artifacts.fetch.progress import FetchStatus, Progress
 from workers.artifacts.sources.listing import Listing, SourceError
 from workers.artifacts.store.store import Store
 from workers.messages import replica_config
-from workers.messages.replica_config import DRAFT, Origin, ReplicaConfig
+from workers.messages.replica_config import DRAFT, Origin
 
 SOURCE = "s3://models/one"
 FILES = {"config.json": b"{}", "model.safetensors": b"weights" * 1000}
-CONFIG = ReplicaConfig(
+CONFIG = configured(
     model="m",
     replica=0,
     epoch=1,
@@ -154,28 +156,29 @@ def test_a_fetch_reports_its_folder_while_files_arrive(tmp_path: Path) -> None:
 
 def test_only_the_last_artifact_to_fetch_allows_an_early_start() -> None:
     """And only with the content that the version has."""
-    both = msgspec.structs.replace(CONFIG, source=SOURCE, draft_source="s3://models/draft")
+    both = changed(CONFIG, source=SOURCE, draft_source="s3://models/draft")
     going = FetchStatus(source="", phase="fetching", done=5, total=10, moved=5, folder="/store/k2")
     model = FetchedArtifact(folder="/store/k1", artifact="k1", bytes=10)
     assert early_start_config(both, {}, going) is None
     result = early_start_config(both, {replica_config.SOURCE: model}, going)
     assert result is not None
     assert (result.source, result.draft_source) == ("/store/k1", "/store/k2")
-    assert result.draft_origin == Origin(source="s3://models/draft", artifact="k2")
+    assert result.origins["draft.source"] == Origin(source="s3://models/draft", artifact="k2", folder="/store/k2")
 
     for pinned, allowed in (("k1", False), ("k2", True)):
-        config = msgspec.structs.replace(CONFIG, origin=Origin(source=SOURCE, artifact=pinned))
+        config = changed(CONFIG, source=SOURCE, origins={"source": Origin(source=SOURCE, artifact=pinned)})
         assert (early_start_config(config, {}, going) is not None) == allowed
 
 
 def test_a_config_names_its_artifacts_before_and_after_the_fetch() -> None:
     """A start after the first fetch wants the content that it got."""
-    hub = msgspec.structs.replace(CONFIG, draft_source="org/draft", draft_revision="abc", allow_pickle=True)
+    draft = Origin(source="org/draft", revision="abc")
+    hub = changed(CONFIG, draft_source="org/draft", origins={"draft.source": draft}, allow_pickle=True)
     assert wanted_by(CONFIG) == {}
     assert wanted_by(hub) == {DRAFT: WantedArtifact(source="org/draft", revision="abc", allow_pickle=True)}
     result = with_folders(hub, {DRAFT: FetchedArtifact(folder="/store/d", artifact="key", bytes=1)})
     assert (result.source, result.draft_source) == ("/models/one", "/store/d")
-    assert result.draft_origin == Origin(source="org/draft", revision="abc", artifact="key")
+    assert result.origins == {"draft.source": msgspec.structs.replace(draft, artifact="key", folder="/store/d")}
     assert wanted_by(result) == {
         DRAFT: WantedArtifact(source="org/draft", revision="abc", artifact="key", allow_pickle=True)
     }
@@ -189,7 +192,7 @@ def test_an_adapter_is_fetched_without_its_other_files(
     weights = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"weights"}
     others = {"adapter_model.bin": b"pickle", "training_args.bin": b"x", "checkpoint-1/adapter_model.safetensors": b"x"}
     bucket = s3_server.bucket(files={f"lora/{name}": data for name, data in (weights | others).items()})
-    config = msgspec.structs.replace(CONFIG, adapters={"local": "/lora", "support": f"{bucket}/lora"})
+    config = changed(CONFIG, adapters={"local": "/lora", "support": f"{bucket}/lora"})
     (keys, wanted), *rest = wanted_by(config).items()
     assert (keys, rest) == (("adapters", "support"), [])
     fetch = ArtifactFetcher(Store(tmp_path))

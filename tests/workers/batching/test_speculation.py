@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoints import FAMILIES, VOCAB_SIZE, make_checkpoint, set_eos
+from tests.replica_configs import replica_config
 from workers.batching.batcher import Batcher
 from workers.batching.engine_steps import agreed
 from workers.engines.cpu.engine import CpuEngine
@@ -221,7 +222,7 @@ def test_nan_logits_end_a_run() -> None:
 def config(path: Path, **fields: Any) -> ReplicaConfig:
     values: dict[str, Any] = {"engine": "cpu", "source": str(path), "dtype": "fp32", "slots": 2, "max_len": 32}
     values |= {"model": "m", "replica": 0, "epoch": 1, "host": "h", "cores": [], "claims": None, "env": {}}
-    return ReplicaConfig(**values, log="", socket="", token="", **fields)
+    return replica_config(**values, log="", socket="", token="", **fields)
 
 
 def test_a_replicas_configuration_opens_the_draft(checkpoint: Checkpoints) -> None:

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec.structs
 import pytest
 
+from tests.replica_configs import changed
 from tests.workers.artifacts.test_artifact_fetcher import CONFIG
 from tests.workers.engines.test_cpu_engine import FAULTS, pickle_weights, truncate
 from workers.compiled.orders import Checked
@@ -31,9 +31,7 @@ Spoil = Callable[[Path], Any]
 
 
 def config_of(folder: Path) -> ReplicaConfig:
-    return msgspec.structs.replace(
-        CONFIG, engine="cpu", source=str(folder), draft_source=None, log=str(folder.parent / "log"), env={}
-    )
+    return changed(CONFIG, engine="cpu", source=str(folder), draft_source=None, log=str(folder.parent / "log"), env={})
 
 
 def tokenizer_cut_off(folder: Path) -> None:
@@ -77,7 +75,7 @@ def test_a_check_finds_an_unreadable_tokenizer(checkpoint: Checkpoints, tmp_path
 
 def test_the_source_of_a_server_is_left_to_its_command(tmp_path: Path) -> None:
     """A folder without config.json and tokenizer passes."""
-    assert prepare.check(msgspec.structs.replace(config_of(tmp_path), engine="server")) == Checked()
+    assert prepare.check(changed(config_of(tmp_path), engine="server")) == Checked()
 
 
 def test_allowed_pickles_pass_the_check(checkpoint: Checkpoints, tmp_path: Path) -> None:
@@ -150,7 +148,7 @@ def test_a_check_in_a_process_of_its_own_returns_the_cause_it_finds(checkpoint: 
     assert result.id == "weights-broken"
     (tmp_path / "broken" / "transformers").mkdir(parents=True)
     (tmp_path / "broken" / "transformers" / "__init__.py").write_text("import os; os._exit(3)")
-    broken = msgspec.structs.replace(config_of(copy), env={"PYTHONPATH": str(tmp_path / "broken")})
+    broken = changed(config_of(copy), env={"PYTHONPATH": str(tmp_path / "broken")})
     died = check(broken, threading.Event())
     assert died == Failure(
         "start-failed", "the process that checked m ended without a result", f"its log is {tmp_path / 'log'}"

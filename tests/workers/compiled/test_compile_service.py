@@ -44,11 +44,11 @@ class Played:
     def foresee(
         self, replica_config: ReplicaConfig, stop: threading.Event | None = None, warm: str | None = None
     ) -> Foreseen:
-        self._work(replica_config.model)
-        return Foreseen(missing=[replica_config.model])
+        self._work(replica_config.model.name)
+        return Foreseen(missing=[replica_config.model.name])
 
     def build(self, replica_config: ReplicaConfig, progress: Progress, stop: threading.Event) -> Built:
-        self._work(replica_config.model)
+        self._work(replica_config.model.name)
         return Built(wanted=[], seconds=0.0)
 
     def _work(self, name: str) -> None:
@@ -103,7 +103,7 @@ def test_concurrent_compiles_stay_within_the_hosts_memory(played: Played) -> Non
     """One that does not fit waits, and smaller ones may overtake it."""
     needs = {"a": 64.0, "b": 64.0, "c": 20.0}
     workshop = CompileService(
-        MemoryGate(lambda: 100.0 - sum(needs[name] for name in played.running)), need=lambda of: needs[of.model]
+        MemoryGate(lambda: 100.0 - sum(needs[name] for name in played.running)), need=lambda of: needs[of.model.name]
     )
     assert isinstance(workshop.compile("1", model("a"), 0.0), FetchStatus)
     played.until("a")

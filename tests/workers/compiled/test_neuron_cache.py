@@ -12,7 +12,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import psutil
 import pytest
 
@@ -21,6 +20,7 @@ from tests.workers.tnx_runs import BUCKETS, SERIAL, config
 from workers.compiled import neuron_cache
 from workers.engines.transformers_neuronx.engine import TransformersNeuronxEngine, open_transformers_neuronx
 from workers.host.neuron_faults import fault_of
+from workers.messages.replica_config import encoded
 from workers.messages.status import Reaction
 
 Checkpoints = Callable[[str], Path]
@@ -29,9 +29,9 @@ GRAPH = "MODULE_cd73c69136bf675613f6+2c2d707e"
 COMMAND = "compile --target=trn1 --framework=XLA /tmp/u/{0}/model.{0}.hlo_module.pb --output /tmp/u/{0}/model.{0}.neff"
 LOAD = (
     "import sys, msgspec\n"
-    "from workers.messages.replica_config import ReplicaConfig\n"
+    "from workers.messages.replica_config import ReplicaConfig, decoded, encoded\n"
     "from workers.engines.transformers_neuronx.engine import open_transformers_neuronx\n"
-    "open_transformers_neuronx(msgspec.json.decode(sys.argv[1], type=ReplicaConfig)).load()\n"
+    "open_transformers_neuronx(decoded(sys.argv[1], ReplicaConfig)).load()\n"
 )
 
 
@@ -263,7 +263,7 @@ def test_a_killed_compile_does_not_block_the_next_start(
     env = os.environ | machine.env
     env["PYTHONPATH"] = os.pathsep.join([env["PYTHONPATH"], str(Path(__file__).parents[3])])
     done = subprocess.run(
-        [sys.executable, "-c", LOAD, msgspec.json.encode(replica_config).decode()],
+        [sys.executable, "-c", LOAD, encoded(replica_config).decode()],
         env=env,
         capture_output=True,
         timeout=200,

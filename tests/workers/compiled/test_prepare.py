@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from tests.doubles import Neuron, neuron  # noqa: F401 - the fixture
+from tests.replica_configs import changed
 from tests.workers.tnx_runs import BUCKETS, config
 from workers.artifacts.sources.listing import Stopped
 from workers.compiled import preparation
@@ -25,7 +26,7 @@ from workers.compiled.host_sets import MANIFEST
 from workers.compiled.orders import BuildTrouble, Built, Order, Predicted, Reply, Wanted, Working
 from workers.engines.transformers_neuronx.engine import open_transformers_neuronx
 from workers.host import file_lock
-from workers.messages.replica_config import ReplicaConfig
+from workers.messages.replica_config import ReplicaConfig, encoded
 from workers.serving import prepare
 
 Checkpoints = Callable[[str], Path]
@@ -134,7 +135,7 @@ def test_a_prediction_reads_no_weights(checkpoint: Checkpoints, tmp_path: Path) 
     for name in ("config.json", "generation_config.json"):
         (head / name).write_bytes((checkpoint("llama") / name).read_bytes())
     (with_weights,) = wanted(replica_config)
-    (without,) = wanted(msgspec.structs.replace(replica_config, source=str(head)))
+    (without,) = wanted(changed(replica_config, source=str(head)))
     assert without.manifest == with_weights.manifest
     (on_cpu,) = wanted(kept(head, tmp_path, engine="cpu", engine_options={"compile": True}))
     assert on_cpu.ahead
@@ -215,7 +216,7 @@ def processes(machine: Neuron, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call
         )
         results.append(process)
         assert process.stdin is not None
-        process.stdin.write(msgspec.json.encode(Order(config=replica_config, parent=os.getpid())))
+        process.stdin.write(encoded(Order(config=replica_config, parent=os.getpid())))
         process.stdin.close()
         return process
 

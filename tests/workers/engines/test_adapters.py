@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from placements.engines.vllm.capabilities import Plugin
+from tests.replica_configs import replica_config
 from workers.engines.server.server_process import Address
 from workers.engines.vllm.engine import VllmInstallation, arguments
 from workers.messages.engine_protocol import EngineLoadError
-from workers.messages.replica_config import ReplicaConfig
 
 
 def command(
@@ -24,7 +24,7 @@ def command(
         adapters[name] = str(folder / name)
         (folder / name).mkdir()
         (folder / name / "adapter_config.json").write_text(json.dumps(content))
-    config = ReplicaConfig(
+    config = replica_config(
         model="m",
         engine="vllm",
         source=str(folder),

@@ -22,6 +22,7 @@ import pytest
 import torch
 
 from tests.checkpoints import FAMILIES, VOCAB_SIZE, make_checkpoint
+from tests.replica_configs import changed
 from tests.workers.tnx_runs import answers, config, of_the_cpu_engine, scripted_requests
 from workers.compiled import shared_sets
 from workers.compiled.host_sets import MANIFEST, entry, peek
@@ -29,7 +30,7 @@ from workers.compiled.orders import Built, Order, Reply, Working
 from workers.engines.cpu import graphs as cpu_graphs
 from workers.engines.cpu.artifacts import is_whole
 from workers.engines.cpu.engine import CpuEngine
-from workers.messages.replica_config import ReplicaConfig
+from workers.messages.replica_config import ReplicaConfig, encoded
 from workers.serving.prepare import predict
 
 Checkpoints = Callable[[str], Path]
@@ -191,11 +192,11 @@ def _start(replica: ReplicaConfig) -> subprocess.Popen[bytes]:
         [sys.executable, "-m", "workers.serving.prepare", "compile"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env={**os.environ, **replica.env, "PYTHONPATH": str(PROJECT)},
+        env={**os.environ, **replica.place.env, "PYTHONPATH": str(PROJECT)},
     )
     assert process.stdin is not None
     with process.stdin:
-        process.stdin.write(msgspec.json.encode(Order(config=replica, parent=os.getpid())))
+        process.stdin.write(encoded(Order(config=replica, parent=os.getpid())))
     return process
 
 
@@ -233,9 +234,9 @@ START = """
 import json, sys
 import msgspec
 from torch._dynamo.utils import counters
-from workers.messages.replica_config import ReplicaConfig
+from workers.messages.replica_config import ReplicaConfig, decoded, encoded
 from workers.engines.open_engine import open_engine
-engine = open_engine(msgspec.json.decode(sys.stdin.buffer.read(), type=ReplicaConfig))
+engine = open_engine(decoded(sys.stdin.buffer.read(), ReplicaConfig))
 engine.load()
 tokens = engine.prefill([0, 1], json.loads(sys.argv[1])).argmax(-1).tolist()
 found, positions = [[token] for token in tokens], [len(prompt) for prompt in json.loads(sys.argv[1])]
@@ -255,16 +256,16 @@ def test_a_start_compiles_nothing_and_answers_as_without_graphs(made: Made, tmp_
     """By torch's own count; from a copy that came by way of a ``neff_cache`` just as well. What was made stays as it
     was."""
     root, shared = tmp_path / "other", str(tmp_path / "shared")
-    held = peek(Path(made.config.compiled or ""), predict(made.config).wanted[0].manifest, is_whole)
+    held = peek(Path(made.config.run.compiled or ""), predict(made.config).wanted[0].manifest, is_whole)
     assert shared_sets.push(held, shared) > 0
     with entry(root, held.manifest, is_whole) as other:
         assert shared_sets.pull(other, shared)
     prompts = [prompt(3), prompt(7)]
     started = subprocess.run(
         [sys.executable, "-c", START, json.dumps(prompts)],
-        input=msgspec.json.encode(msgspec.structs.replace(made.config, compiled=str(root))),
+        input=encoded(changed(made.config, compiled=str(root))),
         stdout=subprocess.PIPE,
-        env={**os.environ, **made.config.env, "PYTHONPATH": str(PROJECT)},
+        env={**os.environ, **made.config.place.env, "PYTHONPATH": str(PROJECT)},
         check=True,
     )
     hits, missed, answers = json.loads(started.stdout.splitlines()[-1])
@@ -272,7 +273,7 @@ def test_a_start_compiles_nothing_and_answers_as_without_graphs(made: Made, tmp_
     assert (hits, missed) == (2, 0)
     assert answers == greedy(plain, [0, 1], prompts, 9)
     assert peek(root, held.manifest, is_whole).complete
-    headers = [file for folder in (root, Path(made.config.env["TMPDIR"])) for file in folder.rglob("*.gch")]
+    headers = [file for folder in (root, Path(made.config.place.env["TMPDIR"])) for file in folder.rglob("*.gch")]
     assert headers == []  # they are large, of one compile, and of no use to a start
 
 

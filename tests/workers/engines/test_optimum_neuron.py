@@ -12,7 +12,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 
@@ -30,6 +29,7 @@ from workers.engines.optimum_neuron import artifacts
 from workers.engines.optimum_neuron.compiled_folder import start_error
 from workers.engines.optimum_neuron.engine import buildables, drawn_token
 from workers.messages.engine_protocol import DeviceSampling
+from workers.messages.replica_config import encoded
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ def test_a_compile_runs_in_the_interpreter_of_the_package(sources: Checkpoints, 
     (site / "transformers-4.57.6.dist-info").mkdir()
     metadata_file = site / "transformers-4.57.6.dist-info" / "METADATA"
     metadata_file.write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 4.57.6\n")
-    order = msgspec.json.encode(Order(config=config_of(sources("llama"), tmp_path / "compiled")))
+    order = encoded(Order(config=config_of(sources("llama"), tmp_path / "compiled")))
     env = {**os.environ, **machine.env, "NEURON_COMPILE_CACHE_URL": str(tmp_path / "cache")}
     subprocess.run([python, "-m", "workers.serving.prepare", "compile"], input=order, env=env, check=True)
     (manifest,) = (tmp_path / "compiled").glob("*/corewright.json")

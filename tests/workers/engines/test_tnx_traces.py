@@ -217,7 +217,7 @@ def test_a_mutant_of_the_adapter_has_another_trace(
 
     def mutated(engine: Any, model: Any, *more: Any) -> Any:
         assert isinstance(make_rows(engine, model, *more), kind.__mro__[1])
-        return kind(model, engine._config.slots, engine._config.max_len)
+        return kind(model, engine._config.model.max_batch, engine._config.max_len)
 
     monkeypatch.setattr(TransformersNeuronxEngine, "_make_rows", mutated)
     with contextlib.suppress(IndexError, RuntimeError, ValueError):

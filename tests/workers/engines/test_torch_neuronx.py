@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from tests.doubles import Neuron, neuron, traces  # noqa: F401 - fixtures
 from tests.encoders import HIDDEN, save_encoder, texts
+from tests.replica_configs import changed
+from tests.replica_configs import replica_config as configured
 from workers.batching.encode_batcher import EncodeBatcher
 from workers.compiled.host_sets import LockedEntry
 from workers.compiled.orders import BuildTrouble, Built, Order, Predicted, Reply
@@ -54,7 +55,7 @@ def config(source: Path, tmp_path: Path, **fields: Any) -> ReplicaConfig:
         "engine_options": {"compiled_batch": 2},
         "compiled": str(tmp_path / "compiled"),
     }
-    return ReplicaConfig(model="encoder", engine="torch-neuronx", source=str(source), **given | fields)
+    return configured(model="encoder", engine="torch-neuronx", source=str(source), **given | fields)
 
 
 def replies_to(command: str, replica_config: ReplicaConfig, **fields: Any) -> list[Reply]:
@@ -223,7 +224,7 @@ def test_two_versions_of_one_shape_share_one_compile(tmp_path: Path) -> None:
     assert [engine.spec.labels for engine in rows] == [("LABEL_0", "LABEL_1"), names]
     first, second = (engine.encode([EncodeInput([2, 9, 8, 3])]) for engine in rows)
     assert np.abs(first - second).max() > 100 * CLOSE
-    cpu = open_encoder(msgspec.structs.replace(two, engine="cpu", compiled=None))
+    cpu = open_encoder(changed(two, engine="cpu", compiled=None))
     cpu.load()
     assert np.abs(cpu.encode([EncodeInput([2, 9, 8, 3])]) - second).max() < CLOSE
     assert compiles() == 2
@@ -332,7 +333,7 @@ def test_a_trace_that_has_lost_its_mask_is_refused(monkeypatch: pytest.MonkeyPat
     (tmp_path / "model" / "1_Pooling").mkdir()
     (tmp_path / "model" / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": "lasttoken"}))
     replica_config = config(tmp_path / "model", tmp_path, prefill_buckets=[20])
-    loaded(msgspec.structs.replace(replica_config, compiled=str(tmp_path / "right")))
+    loaded(changed(replica_config, compiled=str(tmp_path / "right")))
 
     def full(tracing: Tracing, length: int) -> Any:
         return tracing.inputs([EncodeInput([5] * length)] * tracing.batch, length)

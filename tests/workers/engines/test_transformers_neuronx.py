@@ -16,7 +16,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 
@@ -26,6 +25,7 @@ from tests.checkpoints import VOCAB_SIZE, make_checkpoint, set_eos
 from tests.closed import real_tnx  # noqa: F401 - the fixture
 from tests.contracts import contract
 from tests.doubles import Neuron, neuron  # noqa: F401 - the fixture
+from tests.replica_configs import changed
 from tests.workers import tnx_mutants
 from tests.workers.tnx_runs import (
     BUCKETS,
@@ -42,6 +42,7 @@ from tests.workers.tnx_runs import (
 from workers.engines.transformers_neuronx.engine import TransformersNeuronxEngine, open_transformers_neuronx
 from workers.engines.transformers_neuronx.options import TABLES, Shapes, options_for
 from workers.messages.engine_protocol import DeviceSampling, EngineLoadError
+from workers.messages.replica_config import encoded
 
 Checkpoints = Callable[[str], Path]
 VERSIONS = contract("transformers-neuronx").versions
@@ -449,9 +450,9 @@ def test_the_option_tables_list_what_the_adapter_sets(name: str, sampling: str) 
 
 
 def test_an_engine_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
-    """Before anything else."""
+    """Before anything else; such a spec has errors."""
     with pytest.raises(EngineLoadError, match="source-missing"):
-        open_transformers_neuronx(msgspec.structs.replace(config(tmp_path), source=None))
+        open_transformers_neuronx(changed(config(tmp_path), source=""))
 
 
 def test_the_error_of_a_missing_package_names_its_source(
@@ -572,14 +573,14 @@ def test_a_second_process_compiles_nothing(
     """It finds the NEFFs of the first, by a manifest of all that they depend on, and answers alike."""
     program = (
         "import sys, json, msgspec\n"
-        "from workers.messages.replica_config import ReplicaConfig\n"
+        "from workers.messages.replica_config import ReplicaConfig, decoded, encoded\n"
         "from workers.engines.transformers_neuronx.engine import open_transformers_neuronx\n"
-        "engine = open_transformers_neuronx(msgspec.json.decode(sys.argv[1], type=ReplicaConfig))\n"
+        "engine = open_transformers_neuronx(decoded(sys.argv[1], ReplicaConfig))\n"
         "engine.load()\n"
         "print(json.dumps([engine.compiled, engine.prefill([0], [[7, 8, 9]])[0].argmax().item()]))\n"
     )
     monkeypatch.setenv("NEURON_DOUBLE_TNX_VERSION", version)
-    job = msgspec.json.encode(config(checkpoint(family), compiled=str(tmp_path / "compiled"), **BUCKETS)).decode()
+    job = encoded(config(checkpoint(family), compiled=str(tmp_path / "compiled"), **BUCKETS)).decode()
     env = os.environ | machine.env
     env["PYTHONPATH"] = os.pathsep.join([env["PYTHONPATH"], str(Path(__file__).parents[3])])
     runs = []

@@ -16,6 +16,7 @@ import msgspec
 import pytest
 
 from tests.fleet import until
+from tests.replica_configs import changed, replica_config
 from tests.s3 import S3Server
 from workers.compiled import preparation
 from workers.compiled.orders import NEEDS_DEVICE, BuildTrouble, Built, Order, Predicted, Reply, Wanted
@@ -23,7 +24,7 @@ from workers.engines.vllm.artifacts import NO_COMPILE
 from workers.engines.vllm.engine import start_vllm
 from workers.host import file_lock
 from workers.messages.engine_protocol import EngineLoadError
-from workers.messages.replica_config import ReplicaConfig
+from workers.messages.replica_config import ReplicaConfig, encoded
 from workers.serving import prepare
 
 DEADLINE_S = 30.0
@@ -77,7 +78,7 @@ import msgspec
 from workers.messages.replica_config import ReplicaConfig
 from workers.engines.vllm import engine as vllm_engine
 vllm_engine.GRACE_S = 0.5
-server = vllm_engine.start_vllm(msgspec.json.decode(sys.argv[1].encode(), type=ReplicaConfig))
+server = vllm_engine.start_vllm(decoded(sys.argv[1].encode(), ReplicaConfig))
 print("ready", flush=True)
 sys.stdin.read()
 server.stop()
@@ -97,7 +98,7 @@ class Host:
         )
         (source / "model.safetensors").write_bytes(b"weights")
         self.install(plugin)
-        self.config = ReplicaConfig(
+        self.config = replica_config(
             model="chat",
             engine="vllm",
             source=str(source),
@@ -137,7 +138,7 @@ class Host:
 
     def start(self, **changes: Any) -> dict[str, str]:
         """Starts and stops a server. Returns its environment."""
-        config = msgspec.structs.replace(self.config, **changes)
+        config = changed(self.config, **changes)
         before = len(self.events())
         start_vllm(config).stop()
         return self.events()[before][1]
@@ -179,7 +180,7 @@ def s3() -> Iterator[S3Server]:
 
 def replica(config: ReplicaConfig) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", ROOT, msgspec.json.encode(config).decode()],
+        [sys.executable, "-c", ROOT, encoded(config).decode()],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -226,13 +227,13 @@ def test_only_what_a_start_of_the_later_plugin_needs_is_kept(tmp_path: Path) -> 
 def test_each_setting_has_a_folder_of_its_own(host: Host, changes: dict[str, Any]) -> None:
     """The plugin on NxD Inference loads artifacts of other settings with no more than a warning."""
     if "env" in changes:
-        changes = {"env": host.config.env | changes["env"]}
+        changes = {"env": host.config.place.env | changes["env"]}
     assert host.wanted(**changes).key != host.wanted().key
 
 
 def test_compiler_flags_are_in_the_key_of_the_plugin_that_reads_them(host: Host) -> None:
     """The later plugin has flags of its own, which these would replace, so it never gets them."""
-    flagged = host.wanted(env=host.config.env | {"NEURON_CC_FLAGS": "-O1"})
+    flagged = host.wanted(env=host.config.place.env | {"NEURON_CC_FLAGS": "-O1"})
     assert (flagged.key != host.wanted().key) == (flagged.manifest["plugin"] == "nxd")
 
 
@@ -273,7 +274,7 @@ def _unread(host: Host) -> list[str]:
 def test_cores_and_the_place_of_a_checkpoint_are_not_in_the_key(host: Host, tmp_path: Path) -> None:
     """A start on other cores, or of a copy of the model, finds the same folder."""
     copied = Path(str(host.config.source)).rename(tmp_path / "copy")
-    env = host.config.env | {"NEURON_RT_VISIBLE_CORES": "8-9"}
+    env = host.config.place.env | {"NEURON_RT_VISIBLE_CORES": "8-9"}
     after = host.wanted(env=env, source=str(copied), socket="/tmp/x/s")
     copied.rename(str(host.config.source))
     assert after.key == host.wanted().key
@@ -319,7 +320,7 @@ def test_a_killed_compilation_leaves_nothing_complete(host: Host) -> None:
 def test_a_server_that_fails_leaves_nothing_complete(tmp_path: Path) -> None:
     """Complete is what its server has loaded."""
     host = Host(tmp_path, NEURON)
-    failing = host.config.env | {"VLLM_NEURON_CPU_COMPILE": "1", "EXITS": "3"}
+    failing = host.config.place.env | {"VLLM_NEURON_CPU_COMPILE": "1", "EXITS": "3"}
     with pytest.raises(EngineLoadError, match="exit code 3"):
         host.start(env=failing)
     assert host.compiles() == 2
@@ -333,7 +334,7 @@ def test_a_missing_graph_of_a_complete_set_is_an_error(tmp_path: Path, logged: s
     host.start()
     folder, log = host.wanted().folder, str(tmp_path / "output")
     with pytest.raises(EngineLoadError) as raised:
-        host.start(env=host.config.env | {"GRAPHS": "c" * 32, "OUTPUT": log, "SAYS": logged}, log=log)
+        host.start(env=host.config.place.env | {"GRAPHS": "c" * 32, "OUTPUT": log, "SAYS": logged}, log=log)
     assert (folder in raised.value.hint) == is_named
     assert host.compiles() == 2
 
@@ -346,7 +347,7 @@ def test_a_set_goes_to_another_host(host: Host, tmp_path: Path, s3: S3Server, mo
     cache = f"{s3.bucket()}/neffs"
     host.start(neff_cache=cache)
     other = Host(tmp_path / "b", str(host.wanted().manifest["versions"]["vllm-neuron"]))
-    config = msgspec.structs.replace(other.config, neff_cache=cache, log=str(tmp_path / "log"))
+    config = changed(other.config, neff_cache=cache, log=str(tmp_path / "log"))
     for thread in threading.enumerate():
         if thread.name == "neff-push":
             thread.join(DEADLINE_S)
@@ -376,9 +377,7 @@ def test_the_plugin_on_nxd_inference_and_drafts_are_compiled_only_on_cores(
     """`corewright compile` reports it, and leaves no folder behind."""
     host = Host(tmp_path, plugin)
     if drafts:
-        host.config = msgspec.structs.replace(
-            host.config, draft_source=host.config.source, draft_k=2, draft_method="eagle3"
-        )
+        host.config = changed(host.config, draft_source=host.config.source, draft_k=2, draft_method="eagle3")
     reply = host.replies("compile")[-1]
     assert isinstance(reply, BuildTrouble)
     assert reply.failure.id == NEEDS_DEVICE
@@ -391,7 +390,7 @@ def test_the_later_plugin_is_compiled_ahead(tmp_path: Path, exits: str, monkeypa
     """The same command runs without devices, and a start with cores compiles nothing."""
     monkeypatch.delenv("NEURON_PLATFORM_TARGET_OVERRIDE", raising=False)
     host = Host(tmp_path, NEURON)
-    env = {name: value for name, value in host.config.env.items() if name != "NEURON_RT_VISIBLE_CORES"}
+    env = {name: value for name, value in host.config.place.env.items() if name != "NEURON_RT_VISIBLE_CORES"}
     built = host.replies("compile", env=env | {"EXITS": exits})[-1]
     assert isinstance(built, Built)
     _, seen = host.events()[0]
@@ -405,7 +404,7 @@ def test_the_later_plugin_is_compiled_ahead(tmp_path: Path, exits: str, monkeypa
 def test_a_failed_compilation_ahead_leaves_nothing_complete(tmp_path: Path) -> None:
     """An exit code other than 0 is a failure, also after all graphs were written."""
     host = Host(tmp_path, NEURON)
-    assert isinstance(host.replies("compile", env=host.config.env | {"EXITS": "3"})[-1], BuildTrouble)
+    assert isinstance(host.replies("compile", env=host.config.place.env | {"EXITS": "3"})[-1], BuildTrouble)
     assert not host.wanted().complete
 
 
@@ -413,7 +412,7 @@ def test_a_failed_compilation_ahead_leaves_nothing_complete(tmp_path: Path) -> N
 def test_the_difference_of_a_start_is_shown(host: Host) -> None:
     """`cache verify` names the setting."""
     host.start()
-    prediction = _verified(msgspec.structs.replace(host.config, slots=8))
+    prediction = _verified(changed(host.config, slots=8))
     assert "batch_size: needs 8, found 4" in map(str, prediction.why)
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from placements.engines.vllm.capabilities import Plugin, Version
+from placements.spec.sections import Deadlines
+from tests.replica_configs import replica_config
 from workers.engines.server.server_process import Address
 from workers.engines.vllm.engine import VllmInstallation, arguments, environment, server_command
 from workers.messages.replica_config import ReplicaConfig
@@ -15,8 +17,10 @@ CORES = {"NEURON_RT_VISIBLE_CORES": "8-15", "NEURON_CC_FLAGS": "-O1"}
 
 
 def config(**fields: Any) -> ReplicaConfig:
-    whole = {"model": "big", "engine": "vllm", "source": "/m", "dtype": "bf16", "slots": 4, "max_len": 100}
-    return ReplicaConfig(**{**whole, "tp_degree": 8, "env": CORES, "start_s": 1800.0, **fields})
+    whole: dict[str, Any] = {"model": "big", "engine": "vllm", "source": "/m", "dtype": "bf16", "slots": 4}
+    whole |= {"max_len": 100, "tp_degree": 8, "env": CORES}
+    whole["deadlines"] = Deadlines(start_s=900.0, compile_s=900.0)
+    return replica_config(**{**whole, **fields})
 
 
 def command_line(plugin: Plugin, version: Version, **fields: Any) -> list[str]:

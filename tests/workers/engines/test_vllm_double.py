@@ -20,10 +20,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.checkpoints import make_checkpoint
 from tests.doubles.openai_server import make_vllm
 from tests.fleet import until
+from tests.replica_configs import replica_config
 from workers.engines.server.server_metrics import NAMES
 from workers.engines.server.server_process import CompletionServer
 from workers.engines.vllm.engine import QUEUED, start_vllm
-from workers.messages.replica_config import ReplicaConfig
 
 PYTHON = os.environ.get("COREWRIGHT_VLLM_PYTHON")
 DEADLINE_S = 300.0
@@ -80,7 +80,7 @@ class Server:
 
     def __init__(self, source: Path, folder: Path, python: str, fifo: Path | None = None) -> None:
         """``fifo`` is what the double waits for."""
-        config = ReplicaConfig(
+        config = replica_config(
             model="tiny",
             engine="vllm",
             dtype="fp32",

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 
 from tests.doubles.openai_server import lora_weights, make_vllm
 from tests.fleet import until
+from tests.replica_configs import replica_config
 from workers.engines.echo.engine import EOS_ID, VOCAB_SIZE, echo_tokens
 from workers.engines.server.completion_relay import CompletionRelay
 from workers.engines.server.server_process import CompletionServer
@@ -55,7 +56,7 @@ def make_model(parent: Path) -> Path:
 def config_of(model: Path, python: Path, **fields: Any) -> ReplicaConfig:
     settings = {"model": "tiny", "engine": "vllm", "dtype": "fp32", "slots": SLOTS, "max_len": MAX_LEN}
     settings |= {"source": str(model), "server_python": str(python), "socket": str(model.parent / "replica")}
-    return ReplicaConfig(**{**settings, **fields})
+    return replica_config(**{**settings, **fields})
 
 
 class Run:

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import msgspec
 import psutil
 import pytest
 
@@ -21,7 +20,7 @@ from tests.workers import nxdi_traffic, tnx_runs
 from workers.compiled.host_sets import compiling
 from workers.host import host_facts, process_tree
 from workers.host.lifetime import process_start
-from workers.messages.replica_config import ReplicaConfig
+from workers.messages.replica_config import ReplicaConfig, encoded
 
 Checkpoints = Callable[[str], Path]
 PROJECT = Path(__file__).parents[3]
@@ -48,7 +47,7 @@ import sys, msgspec
 from workers.compiled.host_sets import compiling
 from workers.messages.replica_config import ReplicaConfig
 from workers.engines.open_engine import open_engine
-open_engine(msgspec.json.decode(sys.argv[1], type=ReplicaConfig)).load()
+open_engine(decoded(sys.argv[1], ReplicaConfig)).load()
 """
 
 
@@ -194,7 +193,7 @@ def test_the_compilers_of_a_killed_replica_end(
         if engine == "nxd-inference"
         else tnx_runs.config(checkpoint("llama"), compiled=compiled, **tnx_runs.BUCKETS)
     )
-    replica = started(REPLICA, msgspec.json.encode(config).decode(), **neuron.env, NEURON_RT_VISIBLE_CORES="0-1")
+    replica = started(REPLICA, encoded(config).decode(), **neuron.env, NEURON_RT_VISIBLE_CORES="0-1")
     compilers = listed(neuron.state / "compilers", 2)
     below = psutil.Process(replica.pid).children(recursive=True)
 

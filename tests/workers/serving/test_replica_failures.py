@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
+from tests.replica_configs import changed
 from tests.workers.artifacts.test_artifact_fetcher import CONFIG
 from tests.workers.host.test_facts_reading import tool
 from tests.workers.tnx_runs import config
@@ -27,7 +28,7 @@ from workers.compiled import host_sets
 from workers.host import host_facts, start_phases
 from workers.host.core_claims import CoresTaken
 from workers.messages.engine_protocol import EngineLoadError
-from workers.messages.replica_config import Origin
+from workers.messages.replica_config import Origin, encoded
 from workers.messages.requests import FinishReason, GenerateRequest, TokenEvent
 from workers.messages.status import Failure, Phase, Reaction, ReplicaStatus
 from workers.serving import replica as module
@@ -159,14 +160,14 @@ def test_the_failure_of_taken_cores_has_their_owner(
 @pytest.mark.slow
 def test_a_log_has_no_progress_bars(checkpoint: Callable[[str], Path]) -> None:
     """After an engine is opened, in a replica or by `corewright generate`, transformers draws none."""
-    cpu = msgspec.structs.replace(CONFIG, engine="cpu", source=str(checkpoint("llama")), draft_source=None)
+    cpu = changed(CONFIG, engine="cpu", source=str(checkpoint("llama")), draft_source=None)
     program = "import sys\n"
     program += "import msgspec\n"
     program += "from workers.engines.open_engine import open_engine\n"
-    program += "from workers.messages.replica_config import ReplicaConfig\n"
-    program += "open_engine(msgspec.json.decode(sys.argv[1], type=ReplicaConfig)).load()\n"
+    program += "from workers.messages.replica_config import ReplicaConfig, decoded, encoded\n"
+    program += "open_engine(decoded(sys.argv[1], ReplicaConfig)).load()\n"
     done = subprocess.run(
-        [sys.executable, "-c", program, msgspec.json.encode(cpu).decode()],
+        [sys.executable, "-c", program, encoded(cpu).decode()],
         capture_output=True,
         text=True,
         check=True,
@@ -208,10 +209,10 @@ REPLICA = """
 import os, sys
 output = os.fdopen(os.dup(1), "wb")
 import msgspec
-from workers.messages.replica_config import ReplicaConfig
+from workers.messages.replica_config import ReplicaConfig, decoded, encoded
 from workers.messages.status import Phase
 from workers.serving.replica import Replica
-replica = Replica(msgspec.json.decode(sys.argv[1], type=ReplicaConfig))
+replica = Replica(decoded(sys.argv[1], ReplicaConfig))
 status = replica.watch(0, 0)
 while status.phase is Phase.LOADING:
     status = replica.watch(status.version, 60)
@@ -269,7 +270,7 @@ def test_files_that_were_replaced_since_the_first_load_stop_the_replica(tmp_path
     os.utime(folder / "config.json", ns=(10**18, 10**18))
     loads = config(folder)
     first = local_contents(loads)
-    again = msgspec.structs.replace(loads, contents=first)
+    again = changed(loads, contents=first)
     assert local_contents(again) == first != ""
     os.utime(folder / "config.json", ns=(10**18, 10**18 + 1))
 
@@ -279,12 +280,14 @@ def test_files_that_were_replaced_since_the_first_load_stop_the_replica(tmp_path
     change = failure(refused.value, tmp_path / "m.log")
     assert (change.id, change.reaction) == ("source-changed", Reaction.STOP)
     assert str(folder) in change.what
-    assert f"corewright rollout restart {loads.model}" in change.hint
+    assert f"corewright rollout restart {loads.model.name}" in change.hint
 
 
 def test_a_fetched_folder_is_not_compared(tmp_path: Path) -> None:
     """The store never changes it."""
-    fetched = msgspec.structs.replace(config(tmp_path), origin=Origin(source="s3://m"), contents="other")
+    fetched = changed(
+        config(tmp_path), contents="other", origins={"source": Origin(source="s3://m", folder=str(tmp_path))}
+    )
     assert fetched.local_folders() == []
     with pytest.raises(EngineLoadError):
-        local_contents(msgspec.structs.replace(fetched, origin=None))
+        local_contents(changed(fetched, origins={}))

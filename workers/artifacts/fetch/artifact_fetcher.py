@@ -5,12 +5,11 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
 
-from placements.spec.notation import source_kind
 from workers.artifacts.fetch.progress import FetchStatus, Progress
 from workers.artifacts.fetch.retry_policy import RetryPolicy
 from workers.artifacts.sources.hub import is_offline
@@ -20,7 +19,7 @@ from workers.artifacts.sources.source_metadata import AWAY
 from workers.artifacts.store import manifest
 from workers.artifacts.store.store import Store
 from workers.messages.actor_message import actor_message
-from workers.messages.replica_config import ADAPTERS, DRAFT, SOURCE, Keys, Origin, ReplicaConfig
+from workers.messages.replica_config import ADAPTERS, Keys, ReplicaConfig, key_of
 
 
 @actor_message
@@ -50,34 +49,22 @@ def wanted_by(config: ReplicaConfig) -> dict[Keys, WantedArtifact]:
             source=origin.source,
             revision=origin.revision,
             artifact=origin.artifact,
-            allow_pickle=config.allow_pickle,
-            trust_remote_code=config.trust_remote_code,
+            allow_pickle=config.model.allow_pickle,
+            trust_remote_code=config.model.trust_remote_code,
             adapter=keys[0] == ADAPTERS,
         )
-        for keys, origin in _fetched(config)
+        for keys, _ in config.sources()
+        if (origin := config.origins.get(key_of(keys))) is not None
     }
 
 
-def _fetched(config: ReplicaConfig) -> Iterator[tuple[Keys, Origin]]:
-    """Yields the keys of each source that is not local, and its origin."""
-    for keys, source, revision, origin in config.sources():
-        if origin is not None or source_kind(source) != "path":
-            yield keys, origin or Origin(source=source, revision=revision)
-
-
 def with_folders(config: ReplicaConfig, landed: Mapping[Keys, FetchedArtifact]) -> ReplicaConfig:
-    """Returns the config with the sources replaced by the folders that hold what `wanted_by` has returned for it."""
-    wanted = wanted_by(config)
+    """Returns the config with the folders that hold what `wanted_by` has returned for it."""
+    origins = dict(config.origins)
     for keys, artifact in landed.items():
-        folder, origin = artifact.folder, _origin(wanted[keys], artifact)
-        if keys == SOURCE:
-            config = msgspec.structs.replace(config, source=folder, origin=origin)
-        elif keys == DRAFT:
-            config = msgspec.structs.replace(config, draft_source=folder, draft_origin=origin)
-        else:
-            adapters, origins = config.adapters | {keys[1]: folder}, config.adapter_origins | {keys[1]: origin}
-            config = msgspec.structs.replace(config, adapters=adapters, adapter_origins=origins)
-    return config
+        origin = origins[key_of(keys)]
+        origins[key_of(keys)] = msgspec.structs.replace(origin, artifact=artifact.artifact, folder=artifact.folder)
+    return msgspec.structs.replace(config, origins=origins)
 
 
 def early_start_config(
@@ -94,10 +81,6 @@ def early_start_config(
     if later or not status.folder or wanted[keys].artifact not in ("", arriving.artifact):
         return None
     return with_folders(config, {**landed, keys: arriving})
-
-
-def _origin(wanted: WantedArtifact, landed: FetchedArtifact) -> Origin:
-    return Origin(source=wanted.source, revision=wanted.revision, artifact=landed.artifact)
 
 
 class ArtifactFetcher:

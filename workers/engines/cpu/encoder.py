@@ -29,14 +29,14 @@ SHORTEST = 16  # tokens of the shortest bucket
 
 def open_cpu_encoder(config: ReplicaConfig) -> CpuEncoder:
     """Returns the engine, not loaded yet. Raises EngineLoadError without a source."""
-    assert config.kind != "generate"
+    assert config.model.kind != "generate"
     return CpuEncoder(
         source_of(config),
-        kind=config.kind,
-        rows=config.slots,
+        kind=config.model.kind,
+        rows=config.model.max_batch,
         max_len=config.max_len,
         dtype=config.dtype,
-        allow_pickle=config.allow_pickle,
+        allow_pickle=config.model.allow_pickle,
     )
 
 

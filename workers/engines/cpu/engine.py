@@ -75,16 +75,16 @@ def check(config: ReplicaConfig) -> None:
 
 
 def _engines(config: ReplicaConfig) -> tuple[CpuEngine, CpuEngine | None]:
-    source, options = source_of(config), config.engine_options
+    source, options = source_of(config), config.model.engine_options
     shared: dict[str, Any] = {
-        "slots": config.slots,
+        "slots": config.model.max_batch,
         "max_len": config.max_len,
         "dtype": config.dtype,
-        "prefill_buckets": config.prefill_buckets,
-        "decode_buckets": config.decode_buckets,
+        "prefill_buckets": config.model.buckets.prefill,
+        "decode_buckets": config.model.buckets.decode,
         "prefill_chunk": options.get("prefill_chunk"),
-        "allow_pickle": config.allow_pickle,
-        "trust_remote_code": config.trust_remote_code,
+        "allow_pickle": config.model.allow_pickle,
+        "trust_remote_code": config.model.trust_remote_code,
         "compile": options.get("compile", False),
         "compiled": kept_in(config),
     }

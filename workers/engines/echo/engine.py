@@ -26,16 +26,18 @@ WIDTH = 8  # of a vector
 
 def open_echo(config: ReplicaConfig) -> EchoEngine:
     """Returns the engine of a model that generates, not loaded yet."""
-    return EchoEngine(config.slots, config.max_len, _step_ms(config))
+    return EchoEngine(config.model.max_batch, config.max_len, _step_ms(config))
 
 
 def open_echo_encoder(config: ReplicaConfig) -> EchoEncoder:
     """Returns the engine of any other model, not loaded yet."""
-    return EchoEncoder(config.slots, config.max_len, 1 if config.kind == "rerank" else WIDTH, _step_ms(config))
+    return EchoEncoder(
+        config.model.max_batch, config.max_len, 1 if config.model.kind == "rerank" else WIDTH, _step_ms(config)
+    )
 
 
 def _step_ms(config: ReplicaConfig) -> float:
-    return float(config.engine_options.get("step_ms", 0))
+    return float(config.model.engine_options.get("step_ms", 0))
 
 
 def echo_tokens(prompt_ids: Sequence[int], n: int) -> list[int]:

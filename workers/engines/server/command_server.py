@@ -44,16 +44,18 @@ class _Cards(msgspec.Struct):
 def start_server(config: ReplicaConfig, held: Iterable[int] = ()) -> CompletionServer:
     """Starts the command and returns when it has answered a request. ``held``: see `ServerProcess`. Raises
     EngineLoadError."""
-    assert config.server is not None
+    assert config.model.server is not None
     for attempt in range(1, PORTS + 1):
-        parent = Path(config.socket).parent if config.socket else Path(tempfile.gettempdir())
+        parent = Path(config.run.socket).parent if config.run.socket else Path(tempfile.gettempdir())
         folder = server_folder(parent, GRACE_S)
-        address = Address(path=str(folder / SOCKET)) if config.server.listen == "unix" else Address(port=free_port())
+        address = (
+            Address(path=str(folder / SOCKET)) if config.model.server.listen == "unix" else Address(port=free_port())
+        )
         command, env = command_and_env(config, address)
         log.info("starting %s", " ".join(command))
         process = ServerProcess(command, env, folder, grace_s=GRACE_S, held=held)
         try:
-            process.wait_ready(address, config.server.ready)
+            process.wait_ready(address, config.model.server.ready)
             break
         except EngineLoadError:
             if not address.port or not _is_taken(address.port) or attempt == PORTS:
@@ -73,7 +75,7 @@ def start_server(config: ReplicaConfig, held: Iterable[int] = ()) -> CompletionS
         process.stop()
         raise
     spec = EngineSpec(
-        slots=config.slots,
+        slots=config.model.max_batch,
         max_len=config.max_len,
         prefill_buckets=(config.max_len,),
         decode_buckets=(config.max_len,),
@@ -86,7 +88,7 @@ def start_server(config: ReplicaConfig, held: Iterable[int] = ()) -> CompletionS
 def command_and_env(config: ReplicaConfig, address: Address) -> tuple[list[str], dict[str, str]]:
     """Returns the command with its placeholders filled, and its variables: those of the plan, those of the spec, and
     the cores under the name that the spec gives."""
-    server, env = config.server, dict(config.env)
+    server, env = config.model.server, dict(config.place.env)
     assert server is not None
     cores = env.pop(CORES, "")
     values = {
@@ -94,8 +96,8 @@ def command_and_env(config: ReplicaConfig, address: Address) -> tuple[list[str],
         "port": str(address.port),
         "model": config.source or "",
         "cores": cores,
-        "first": str(config.cores[0]) if config.cores else "",
-        "tp": str(config.tp_degree),
+        "first": str(config.place.cores[0]) if config.place.cores else "",
+        "tp": str(config.model.tp_degree),
     }
     if cores:
         env[server.cores_env] = cores
@@ -117,7 +119,7 @@ def _name_of_model(config: ReplicaConfig, address: Address) -> str:
         cards = msgspec.json.decode(body, type=_Cards).data if status == http.client.OK else []
         if len(cards) == 1:
             return cards[0].id
-    return config.source or config.model
+    return config.source or config.model.name
 
 
 def _probe(address: Address, model: str) -> None:

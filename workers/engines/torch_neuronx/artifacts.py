@@ -202,17 +202,17 @@ def compile_in_process(config: ReplicaConfig) -> None:
         failure = msgspec.json.decode(process.stdout, type=Failure)
     except msgspec.DecodeError:
         fact = f"compiling {config.source} ended with exit code {process.returncode}"
-        raise EngineLoadError("compile-failed", fact, f"its output is in {config.log}") from None
+        raise EngineLoadError("compile-failed", fact, f"its output is in {config.run.log}") from None
     raise EngineLoadError(failure.id, failure.what, failure.hint)
 
 
 def compile_missing(config: ReplicaConfig) -> None:
     """Compiles the missing traces of a replica. Raises EngineLoadError."""
-    assert config.compiled is not None
+    assert config.run.compiled is not None
     tracing = Tracing.of(config)
     for length in tracing.lengths:
         need = unit(tracing, length)
-        with entry(Path(config.compiled), need.manifest, is_whole) as held:
+        with entry(Path(config.run.compiled), need.manifest, is_whole) as held:
             if not held.complete:
                 compile_trace(tracing, length, held)
 

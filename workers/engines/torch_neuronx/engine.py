@@ -18,8 +18,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from workers.batching.buckets import smallest_bucket
 from workers.compiled.host_sets import Buildable, LockedEntry, entry, peek
 from workers.engines.cpu.checkpoint import check_weights, weight_files
@@ -65,11 +63,11 @@ class TorchNeuronxEncoder(LoadableEngine[EncoderSpec]):
         """See ``EncodeEngine.load``. Everything that needs no device is done before the core is claimed."""
         package = import_package()
         tracing = Tracing.of(self._config)
-        weights, pickled = weight_files(tracing.layout.transformer, self._config.allow_pickle)
+        weights, pickled = weight_files(tracing.layout.transformer, self._config.model.allow_pickle)
         check_weights(weights, pickled)
-        scratch = None if self._config.compiled is not None else Path(tempfile.mkdtemp(prefix="corewright-tnx-"))
+        scratch = None if self._config.run.compiled is not None else Path(tempfile.mkdtemp(prefix="corewright-tnx-"))
         try:
-            self._load(package, tracing, pickled, scratch or Path(str(self._config.compiled)))
+            self._load(package, tracing, pickled, scratch or Path(str(self._config.run.compiled)))
         finally:
             if scratch is not None:
                 shutil.rmtree(scratch, ignore_errors=True)
@@ -77,7 +75,7 @@ class TorchNeuronxEncoder(LoadableEngine[EncoderSpec]):
     def _load(self, package: Any, tracing: Tracing, pickled: bool, root: Path) -> None:
         units = {length: unit(tracing, length) for length in tracing.lengths}
         if not all(peek(root, need.manifest, is_whole).complete for need in units.values()):
-            compile_in_process(msgspec.structs.replace(self._config, compiled=str(root)))
+            compile_in_process(self._config.with_run(compiled=str(root)))
         graph = tracing.loaded(pickled)
         for length, need in units.items():
             with entry(root, need.manifest, is_whole) as held:
@@ -85,7 +83,7 @@ class TorchNeuronxEncoder(LoadableEngine[EncoderSpec]):
         self._tracing = tracing
         widths = {self._check(length, graph) for length in tracing.lengths}
         self._spec = EncoderSpec(
-            rows=self._config.slots,
+            rows=self._config.model.max_batch,
             buckets=tracing.lengths,
             vocab_size=int(tracing.config.vocab_size),
             width=widths.pop(),

@@ -39,17 +39,17 @@ class Tracing:
     @classmethod
     def of(cls, config: ReplicaConfig) -> Tracing:
         """Returns the traces of a replica. Reads small files only. Raises EngineLoadError."""
-        assert config.kind != "generate"
+        assert config.model.kind != "generate"
         source = source_of(config)
-        layout, settings = checked(source, config.kind)
+        layout, settings = checked(source, config.model.kind)
         _check_family(str(settings["model_type"]), layout.transformer)
         check_length(config.max_len, longest_input(settings["model_type"], positions_of(settings), settings))
         return cls(
             source=source,
             layout=layout,
-            kind=config.kind,
+            kind=config.model.kind,
             dtype=dtype_on("torch-neuronx", config.dtype),
-            batch=traced_batch(config.slots, config.engine_options),
+            batch=traced_batch(config.model.max_batch, config.model.engine_options),
             lengths=_lengths(config),
             config=_read(layout.transformer),
         )
@@ -158,7 +158,9 @@ def _check_family(family: str, folder: Path) -> None:
 
 def _lengths(config: ReplicaConfig) -> tuple[int, ...]:
     try:
-        lengths = checked_buckets("prefill", traced_lengths(config.prefill_buckets, config.max_len), config.max_len)
+        lengths = checked_buckets(
+            "prefill", traced_lengths(config.model.buckets.prefill, config.max_len), config.max_len
+        )
     except ValueError as error:
         raise EngineLoadError("bad-buckets", str(error)) from error
     if lengths[-1] != config.max_len:

@@ -115,9 +115,11 @@ def _engines(config: ReplicaConfig) -> tuple[TransformersNeuronxEngine, Transfor
     source = source_of(config)
     if config.draft_source is None:
         return TransformersNeuronxEngine(config, source), None
-    target = TransformersNeuronxEngine(config, source, speculates=run_length(config.draft_k + 1, config.slots))
+    target = TransformersNeuronxEngine(
+        config, source, speculates=run_length(config.draft_k + 1, config.model.max_batch)
+    )
     # The draft begins with the last two tokens of a slot, so it takes several in one step, too.
-    runs = run_length(2, config.slots)
+    runs = run_length(2, config.model.max_batch)
     return target, TransformersNeuronxEngine(config, Path(config.draft_source), speculates=runs)
 
 
@@ -150,14 +152,14 @@ class TransformersNeuronxEngine(LoadableEngine[EngineSpec]):
         self._model: Any = None
         self._rows: Rows | None = None
         self._is_serial = False
-        self._sampling = [DeviceSampling()] * config.slots
+        self._sampling = [DeviceSampling()] * config.model.max_batch
         self.compiled = False  # whether ``load`` had to compile, as far as known
 
     def load(self) -> None:
         """See ``GenerateEngine.load``. Everything that needs no device is checked before a core is claimed."""
         settings = read_config(self._path)
         plan = self._plan(settings)
-        check_weights(weights_root(self._path), self._config.allow_pickle)
+        check_weights(weights_root(self._path), self._config.model.allow_pickle)
         family, continuous, shapes = plan.family, plan.continuous, plan.shapes
         package_contract.log_drift("transformers-neuronx", log)
         model = self._build_model(plan)
@@ -174,16 +176,16 @@ class TransformersNeuronxEngine(LoadableEngine[EngineSpec]):
         self._is_serial = family.serial
         self._rows = self._make_rows(model, family, continuous)
         self._spec = EngineSpec(
-            slots=self._config.slots,
+            slots=self._config.model.max_batch,
             max_len=self._config.max_len,
             prefill_buckets=shapes.prefill,
             decode_buckets=shapes.decode,
             vocab_size=plan.vocab_size,
             eos_token_ids=eos_token_ids(self._path, settings),
             continuous=continuous,
-            returns="tokens" if self._config.sampling == "device" else "logits",
+            returns="tokens" if self._config.model.sampling == "device" else "logits",
             keeps_idle_slots=False,
-            device_top_k=device_top_k(plan.vocab_size) if self._config.sampling == "device" else 0,
+            device_top_k=device_top_k(plan.vocab_size) if self._config.model.sampling == "device" else 0,
         )
         with self._package_errors():
             self._warm_up()
@@ -193,7 +195,7 @@ class TransformersNeuronxEngine(LoadableEngine[EngineSpec]):
         plan = self._plan(read_config(self._path))
 
         def make(artifacts: LockedEntry, tell: Tell) -> None:
-            check_weights(weights_root(self._path), self._config.allow_pickle)
+            check_weights(weights_root(self._path), self._config.model.allow_pickle)
             model = self._build_model(plan)
             if not plan.family.resets:
                 # GPT-2 is reset for each context length while its graphs are built. On the host each reset joins the
@@ -214,7 +216,7 @@ class TransformersNeuronxEngine(LoadableEngine[EngineSpec]):
     def _plan(self, settings: Mapping[str, Any]) -> _Planned:
         check_layout(weights_root(self._path), settings)
         family = family_of(settings.get("model_type"), self._path / "config.json")
-        continuous = family.continuous and self._config.slots > 1
+        continuous = family.continuous and self._config.model.max_batch > 1
         shapes = Shapes.of(self._config, family, continuous)
         self._check_speculation(family, continuous, shapes)
         check_length(self._config.max_len, positions_of(settings))
@@ -290,7 +292,7 @@ class TransformersNeuronxEngine(LoadableEngine[EngineSpec]):
 
     def _make_rows(self, model: Any, family: Family, continuous: bool) -> Rows:
         kind = ContinuousRows if continuous else SerialRows if family.serial else LockStepRows
-        return kind(model, self._config.slots, self._config.max_len)
+        return kind(model, self._config.model.max_batch, self._config.max_len)
 
     def _check_speculation(self, family: Family, continuous: bool, shapes: Shapes) -> None:
         if not self._length:
@@ -299,10 +301,10 @@ class TransformersNeuronxEngine(LoadableEngine[EngineSpec]):
         if not family.speculates:
             message = f"the class of {self._path} takes only one token a step"
             hint = "speculation needs Llama or GPT-2, for the model and for its draft"
-        elif not continuous and self._config.slots > 1:
+        elif not continuous and self._config.model.max_batch > 1:
             message = "all rows of a static batch share a position, so they would have to accept the same tokens"
             hint = "set `max_batch: 1`"
-        elif self._config.sampling == "device":
+        elif self._config.model.sampling == "device":
             message, hint = "drafts are verified with logits on the host", "set `sampling: host`"
         elif continuous and self._length > shapes.prefill[-1]:
             message = f"runs of {self._length} tokens are longer than the longest prefill bucket, {shapes.prefill[-1]}"

@@ -41,12 +41,14 @@ class Shapes:
         longest = config.max_len
         doubling = ladder(SHORTEST_BUCKET, longest)
         usual = doubling[-1:] if continuous or family.serial else doubling
-        prefill, decode = checked_lengths(config.prefill_buckets or doubling, config.decode_buckets or usual, longest)
+        prefill, decode = checked_lengths(
+            config.model.buckets.prefill or doubling, config.model.buckets.decode or usual, longest
+        )
         if 1 in prefill and not family.serial:
             raise EngineLoadError(
                 "bad-buckets", "a prefill bucket of 1 token is a decoding step", "use longer prefill buckets"
             )
-        if family.serial and (config.prefill_buckets or len(decode) > 1):
+        if family.serial and (config.model.buckets.prefill or len(decode) > 1):
             message = "GPT-NeoX runs prompts token by token in one graph and has no buckets"
             raise EngineLoadError("bad-buckets", message, "remove `buckets`")
         return cls((longest,) if family.serial else prefill, decode)
@@ -72,34 +74,37 @@ def options_for(
     constructor = _constructor(config, family, shapes, amp)
     neuron = _neuron(config, family, amp, continuous, vocab_size)
     keywords = set(inspect.signature(model_class.__init__).parameters) - {"self", "config"}
-    for name, value in config.engine_options.items():
+    for name, value in config.model.engine_options.items():
         if name not in UNSERVED:  # else its default, by the rules of the spec
             (constructor if name in keywords else neuron)[name] = value
     return Options(constructor, neuron)
 
 
 def _constructor(config: ReplicaConfig, family: Family, shapes: Shapes, amp: str) -> dict[str, Any]:
-    keywords: dict[str, Any] = {"batch_size": config.slots, "amp": amp, "tp_degree": config.tp_degree}
+    keywords: dict[str, Any] = {"batch_size": config.model.max_batch, "amp": amp, "tp_degree": config.model.tp_degree}
     if family.serial:
         return {**keywords, "n_positions": shapes.decode[-1]}
     keywords |= {"n_positions": list(shapes.decode), "context_length_estimate": list(shapes.prefill)}
     if family.broadcasts:
-        keywords["prompt_batch_size"] = config.slots
+        keywords["prompt_batch_size"] = config.model.max_batch
     return keywords
 
 
 def _neuron(config: ReplicaConfig, family: Family, amp: str, continuous: bool, vocab_size: int) -> dict[str, Any]:
     options: dict[str, Any] = {}
     if continuous:
-        options["continuous_batching"] = {"batch_size_for_shared_caches": config.slots}
-    if config.group_query_attention is not None:
-        options["group_query_attention"] = config.group_query_attention
-    if config.fuse_qkv is not None:
-        options["fuse_qkv"] = config.fuse_qkv
-    if config.compile_workers is not None:
-        options["compilation_worker_count"] = config.compile_workers
+        options["continuous_batching"] = {"batch_size_for_shared_caches": config.model.max_batch}
+    if config.model.group_query_attention is not None:
+        options["group_query_attention"] = config.model.group_query_attention
+    if config.model.fuse_qkv is not None:
+        options["fuse_qkv"] = config.model.fuse_qkv
+    if config.model.compiler.workers is not None:
+        options["compilation_worker_count"] = config.model.compiler.workers
     weights, cache = QUANTIZED if family.quantizes else {}, QUANTIZED_KV if family.quantizes_kv else {}
-    for name, dtype, kinds in (("quant", config.quantize, weights), ("kv_cache_quant", config.quantize_kv, cache)):
+    for name, dtype, kinds in (
+        ("quant", config.model.quantize, weights),
+        ("kv_cache_quant", config.model.quantize_kv, cache),
+    ):
         if dtype is None:
             continue
         if dtype not in kinds:
@@ -110,11 +115,11 @@ def _neuron(config: ReplicaConfig, family: Family, amp: str, continuous: bool, v
                 f"supported: {', '.join(kinds) or 'none'}",
             )
         options[name] = {"quant_dtype": kinds[dtype], "dequant_dtype": amp}  # another dtype than amp does not work
-    if config.sampling == "device":
+    if config.model.sampling == "device":
         if not family.samples:
             message = "this class of transformers-neuronx does not sample on the device"
             raise EngineLoadError("bad-engine-option", message, "set `sampling: host`")
-        options["on_device_generation"] = device_generation([DeviceSampling()] * config.slots, vocab_size)
+        options["on_device_generation"] = device_generation([DeviceSampling()] * config.model.max_batch, vocab_size)
     return options
 
 

@@ -28,12 +28,12 @@ def most_loaded(options: Mapping[str, Any]) -> int:
 def loads_adapters(config: ReplicaConfig, plugin: Plugin) -> bool:
     """Returns whether the server is started for adapters: it has some, or ``max_loras`` reserves room for later ones,
     which only vLLM's CPU back end gets."""
-    return bool(config.adapters) or (plugin == "cpu" and "max_loras" in config.engine_options)
+    return bool(config.adapters) or (plugin == "cpu" and "max_loras" in config.model.engine_options)
 
 
 def max_rank_of(config: ReplicaConfig) -> int:
     """Returns ``max_lora_rank`` of the engine options, or what the adapters need. Raises EngineLoadError."""
-    given = config.engine_options.get("max_lora_rank")
+    given = config.model.engine_options.get("max_lora_rank")
     return given if type(given) is int else largest_rank(config.adapters)
 
 

@@ -93,8 +93,8 @@ def needs(
     sources += map(Path, config.adapters.values())
     content: dict[str, Any] = {}
     unread: tuple[str, ...] = ()
-    if plugin == "nxd" and config.compiled is not None:
-        digests, unread = checkpoint_digests(sources, Path(config.compiled), read=read)
+    if plugin == "nxd" and config.run.compiled is not None:
+        digests, unread = checkpoint_digests(sources, Path(config.run.compiled), read=read)
         content = {"checkpoints": digests}
     elif plugin == "neuron":
         model, *drafts = (blake2s(foreign_files.read_bytes(source / "config.json")).hexdigest() for source in sources)
@@ -107,7 +107,7 @@ def needs(
         **neuron_build(),
         "environment": {
             name: value
-            for name, value in sorted(config.env.items())
+            for name, value in sorted(config.place.env.items())
             if name.startswith(_READ) and name not in alike and not name.startswith("NEURON_RT_")
         },
         "dtype": config.dtype,
@@ -165,12 +165,12 @@ def prepared(config: ReplicaConfig, plugin: Plugin, wanted: Needs, scratch: Path
     if plugin == "cpu":
         yield PreparedServer({})
         return
-    if config.compiled is None:
+    if config.run.compiled is None:
         yield PreparedServer(_variables(plugin, scratch, scratch))
         return
     compiled = False
-    with entry(Path(config.compiled), wanted.manifest) as held:
-        if held.complete or pull_or_log(held, config.neff_cache):  # 1, 2
+    with entry(Path(config.run.compiled), wanted.manifest) as held:
+        if held.complete or pull_or_log(held, config.model.neff_cache):  # 1, 2
             with _hinted(config, held.path):
                 yield PreparedServer(
                     _variables(plugin, held.path, scratch) | (NO_COMPILE if plugin == "neuron" else {})
@@ -179,7 +179,7 @@ def prepared(config: ReplicaConfig, plugin: Plugin, wanted: Needs, scratch: Path
             with filling(config, plugin, held) as server:
                 yield server
             compiled = True
-    if compiled and config.neff_cache:
+    if compiled and config.model.neff_cache:
         threading.Thread(target=_send, args=(config, wanted.manifest), name="neff-push", daemon=True).start()
 
 
@@ -230,18 +230,18 @@ def _hinted(config: ReplicaConfig, folder: Path) -> Iterator[None]:
     try:
         yield
     except EngineLoadError as error:
-        if not any(MISS in line for line in host_facts.last_words(Path(config.log))):
+        if not any(MISS in line for line in host_facts.last_words(Path(config.run.log))):
             raise
         message = f"{error.what}: a graph is missing in {folder}"
         raise EngineLoadError(error.id, message, f"remove {folder} and compile again") from error
 
 
 def _send(config: ReplicaConfig, manifest: Mapping[str, Any]) -> None:
-    assert config.compiled is not None
-    assert config.neff_cache is not None
-    with entry(Path(config.compiled), manifest) as held:
+    assert config.run.compiled is not None
+    assert config.model.neff_cache is not None
+    with entry(Path(config.run.compiled), manifest) as held:
         try:
             if held.complete:
-                shared_sets.push(held, config.neff_cache)
+                shared_sets.push(held, config.model.neff_cache)
         except SourceError as error:
-            log.warning("cannot push compiled artifacts to %s: %s", config.neff_cache, error)
+            log.warning("cannot push compiled artifacts to %s: %s", config.model.neff_cache, error)

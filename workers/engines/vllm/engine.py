@@ -67,27 +67,27 @@ def arguments(config: ReplicaConfig, installed: VllmInstallation, address: Addre
     in ``additional_config``.
     """
     options = {
-        name: value for name, value in config.engine_options.items() if name not in ("max_loras", "max_lora_rank")
+        name: value for name, value in config.model.engine_options.items() if name not in ("max_loras", "max_lora_rank")
     }
     cached, given = options.pop("prefix_cache", False), options.pop("additional_config", {})
     flags: dict[str, Any] = {
-        "served-model-name": config.model,
+        "served-model-name": config.model.name,
         "dtype": dtype_on("vllm", config.dtype, TORCH_DTYPES),
-        "tensor-parallel-size": 1 if installed.plugin == "cpu" else config.tp_degree,
-        "max-num-seqs": config.slots,
+        "tensor-parallel-size": 1 if installed.plugin == "cpu" else config.model.tp_degree,
+        "max-num-seqs": config.model.max_batch,
         "max-model-len": config.max_len,
         "generation-config": "vllm",
         "disable-uvicorn-access-log": True,
         "enable-prefix-caching": cached,
     }
     if installed.version >= QUEUED_SINCE:
-        flags["max-num-queued-reqs"] = config.slots + QUEUED
-    if config.trust_remote_code:
+        flags["max-num-queued-reqs"] = config.model.max_batch + QUEUED
+    if config.model.trust_remote_code:
         flags["trust-remote-code"] = True
-    if config.draft_source is not None:
+    if config.model.draft is not None:
         flags["speculative-config"] = {
             "model": config.draft_source,
-            "method": config.draft_method,
+            "method": config.model.draft.method,
             "num_speculative_tokens": config.draft_k,
             "max_model_len": config.max_len,
         }
@@ -95,18 +95,18 @@ def arguments(config: ReplicaConfig, installed: VllmInstallation, address: Addre
         flags["enforce-eager"] = options.pop("enforce_eager", True)
     elif installed.plugin == "nxd":
         size = options.pop("block_size", BLOCK_SIZE)
-        total = options.pop("num_gpu_blocks_override", blocks(config.max_len, config.slots, size))
+        total = options.pop("num_gpu_blocks_override", blocks(config.max_len, config.model.max_batch, size))
         if cached:
             flags |= {"block-size": size, "num-gpu-blocks-override": total}
         else:  # a block is a whole slot
-            flags["num-gpu-blocks-override"] = config.slots
+            flags["num-gpu-blocks-override"] = config.model.max_batch
         given = _merged(given, "override_neuron_config", _nxd_config(config, (total, size) if cached else None))
     else:
         flags["block-size"] = options.pop("block_size", BLOCK_SIZE)
-        if config.quantize_kv is not None:
-            flags["kv-cache-dtype"] = config.quantize_kv
-        if config.prefill_buckets:
-            flags["max-num-batched-tokens"] = config.prefill_buckets[-1]
+        if config.model.quantize_kv is not None:
+            flags["kv-cache-dtype"] = config.model.quantize_kv
+        if config.model.buckets.prefill:
+            flags["max-num-batched-tokens"] = config.model.buckets.prefill[-1]
         given = _merged(given, "neuron_config", _neuron_config(config))
     if given:
         flags["additional-config"] = given
@@ -125,15 +125,15 @@ def _merged(given: Mapping[str, Any], key: str, ours: Mapping[str, Any]) -> dict
 def _nxd_config(config: ReplicaConfig, paged: tuple[int, int] | None) -> dict[str, Any]:
     """Returns options of NxD Inference. ``paged``: number and size of the KV cache's blocks, with prefix caching."""
     ours: dict[str, Any] = {}
-    if config.sampling == "host":
+    if config.model.sampling == "host":
         ours["on_device_sampling_config"] = None
-    if config.prefill_buckets:
-        ours["context_encoding_buckets"] = config.prefill_buckets
-    if config.decode_buckets:
-        ours["token_generation_buckets"] = config.decode_buckets
-    if config.quantize is not None:
-        ours |= {"quantized": True, "quantization_dtype": NXD_QUANTIZED_DTYPES[config.quantize][0]}
-    if config.quantize_kv is not None:
+    if config.model.buckets.prefill:
+        ours["context_encoding_buckets"] = config.model.buckets.prefill
+    if config.model.buckets.decode:
+        ours["token_generation_buckets"] = config.model.buckets.decode
+    if config.model.quantize is not None:
+        ours |= {"quantized": True, "quantization_dtype": NXD_QUANTIZED_DTYPES[config.model.quantize][0]}
+    if config.model.quantize_kv is not None:
         ours["kv_cache_quant"] = True
     if paged is not None:
         total, size = paged
@@ -144,9 +144,9 @@ def _nxd_config(config: ReplicaConfig, paged: tuple[int, int] | None) -> dict[st
 def _neuron_config(config: ReplicaConfig) -> dict[str, Any]:
     """Returns options of the plugin with a back end of its own; without a sampling configuration the host samples."""
     ours: dict[str, Any] = {}
-    if config.prefill_buckets:
-        ours["num_batched_tokens_buckets"] = config.prefill_buckets
-    if shorter := [length for length in config.decode_buckets if length < config.max_len]:
+    if config.model.buckets.prefill:
+        ours["num_batched_tokens_buckets"] = config.model.buckets.prefill
+    if shorter := [length for length in config.model.buckets.decode if length < config.max_len]:
         ours["decode_context_length_buckets"] = shorter
     return ours
 
@@ -159,9 +159,9 @@ def _adapter_flags(config: ReplicaConfig, installed: VllmInstallation) -> dict[s
         message = "the installed vllm-neuron does not serve LoRA adapters"
         raise EngineLoadError("adapters-unsupported", message, "use vllm-neuron 0.4 or 0.5, or remove the adapters")
     if installed.plugin == "nxd":
-        most, names = len(config.adapters), {served_name(config.model, n): at for n, at in config.adapters.items()}
+        most, names = len(config.adapters), {served_name(config.model.name, n): at for n, at in config.adapters.items()}
     else:
-        most, names = most_loaded(config.engine_options) + 1, {config.model: EMPTY}
+        most, names = most_loaded(config.model.engine_options) + 1, {config.model.name: EMPTY}
     flags: dict[str, Any] = {
         "enable-lora": True,
         "max-loras": most,
@@ -169,7 +169,7 @@ def _adapter_flags(config: ReplicaConfig, installed: VllmInstallation) -> dict[s
         "max-lora-rank": max_rank_of(config),
         "lora-modules": [f"{name}={folder}" for name, folder in names.items()],
     }
-    return flags if installed.plugin == "nxd" else flags | {"served-model-name": f"{config.model}@base"}
+    return flags if installed.plugin == "nxd" else flags | {"served-model-name": f"{config.model.name}@base"}
 
 
 def _flag(name: str, value: Any) -> Iterable[str]:
@@ -186,7 +186,7 @@ def _flag(name: str, value: Any) -> Iterable[str]:
 def environment(config: ReplicaConfig, installed: VllmInstallation, folder: Path) -> dict[str, str]:
     """Returns the variables of the server's process, whose working directory is ``folder``."""
     env = {
-        **config.env,
+        **config.place.env,
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",
         "PROMETHEUS_DISABLE_CREATED_SERIES": "True",
@@ -208,14 +208,15 @@ def environment(config: ReplicaConfig, installed: VllmInstallation, folder: Path
         env["PROMETHEUS_MULTIPROC_DIR"] = str(folder / METRICS)
         env.pop(vllm_artifacts.FLAGS, None)  # they would replace the plugin's flags
         limits += ["VLLM_NEURON_COMPILATION_TIMEOUT", "NEURON_LIBTORCH_COMPILATION_TIMEOUT"]
-    return env | {name: str(math.ceil(config.start_s)) for name in limits if config.start_s}
+    deadlines = config.model.deadlines
+    return env | dict.fromkeys(limits, str(math.ceil(deadlines.start_s + deadlines.compile_s)))
 
 
 def buildables(config: ReplicaConfig, read: bool) -> list[Buildable]:
     """Returns what the server compiles, which only the later plugin does without a device, and not with a draft (AWS
     Neuron SDK docs, vllm-neuron/docs/design/compilation). With ``read`` False no weights are read. Raises
     EngineLoadError."""
-    python = config.server_python or sys.executable
+    python = config.run.server_python or sys.executable
     installed = installation(python)
     if installed.plugin == "cpu":
         return []
@@ -230,14 +231,14 @@ def buildables(config: ReplicaConfig, read: bool) -> list[Buildable]:
             ServerProcess(command, env, folder, grace_s=GRACE_S, held=artifacts.held).run(address, READY)
         if not held.complete:
             message = f"{python} compiled nothing of {config.source}"
-            raise EngineLoadError("compile-failed", message, f"its output is in {config.log}")
+            raise EngineLoadError("compile-failed", message, f"its output is in {config.run.log}")
 
     return [
         Buildable(
             source=source_of(config),
             manifest=wanted.manifest,
             make=make if installed.plugin == "neuron" and config.draft_source is None else None,
-            kept=config.compiled is not None,
+            kept=config.run.compiled is not None,
             unread=wanted.unread,
         )
     ]
@@ -256,7 +257,7 @@ def _address(folder: Path, installed: VllmInstallation) -> Address:
 
 def server_command(python: str, config: ReplicaConfig, installed: VllmInstallation, address: Address) -> list[str]:
     """Returns the command of the server with all its flags."""
-    launch = config.server_launch or [python, "-m", "vllm.entrypoints.cli.main", "serve"]
+    launch = config.run.server_launch or [python, "-m", "vllm.entrypoints.cli.main", "serve"]
     return [*launch, *arguments(config, installed, address)]
 
 
@@ -270,7 +271,7 @@ def _vocab_size(source: Path, settings: Mapping[str, Any]) -> int:
 
 def _prefix_block(config: ReplicaConfig, address: Address) -> int:
     """Returns the tokens of a block of the server's prefix cache; 0 without one."""
-    options = config.engine_options
+    options = config.model.engine_options
     if options.get("prefix_cache") is not True:
         return 0
     try:
@@ -288,9 +289,9 @@ def start_vllm(config: ReplicaConfig, held: Iterable[int] = ()) -> CompletionSer
     source = source_of(config)
     settings = text_settings(read_config(source))
     check_length(config.max_len, positions_of(settings))
-    python = config.server_python or sys.executable
+    python = config.run.server_python or sys.executable
     installed = installation(python)
-    parent = Path(config.socket).parent if config.socket else Path(tempfile.gettempdir())
+    parent = Path(config.run.socket).parent if config.run.socket else Path(tempfile.gettempdir())
     folder = server_folder(parent, GRACE_S)
     address = _address(folder, installed)
     command = server_command(python, config, installed, address)
@@ -304,9 +305,9 @@ def start_vllm(config: ReplicaConfig, held: Iterable[int] = ()) -> CompletionSer
         env = environment(config, installed, folder) | artifacts.env | ({"VLLM_API_KEY": key} if key else {})
         process = ServerProcess(command, env, folder, grace_s=GRACE_S, held=(*held, *artifacts.held))
         process.wait_ready(address, READY)
-    samples = installed.plugin == "nxd" and config.sampling == "device"
+    samples = installed.plugin == "nxd" and config.model.sampling == "device"
     spec = EngineSpec(
-        slots=config.slots,
+        slots=config.model.max_batch,
         max_len=config.max_len,
         prefill_buckets=(config.max_len,),
         decode_buckets=(config.max_len,),
@@ -318,13 +319,13 @@ def start_vllm(config: ReplicaConfig, held: Iterable[int] = ()) -> CompletionSer
     )
     return CompletionServer(
         address,
-        config.model,
+        config.model.name,
         spec,
         installed.version,
         process.wait,
         process.stop,
         adapters=config.adapters,
         key=key,
-        most_adapters=most_loaded(config.engine_options) if live else 0,
+        most_adapters=most_loaded(config.model.engine_options) if live else 0,
         max_rank=max_rank_of(config) if live else 0,
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import msgspec.structs
 import pytest
 
 from orchestrator.control.decisions.changes import Tag, difference, interpreters, tag_of, version_of
@@ -17,6 +16,7 @@ from placements.facts.topology import TOPOLOGIES, Host
 from placements.planner.plan import plan
 from placements.spec.parse import parse
 from placements.spec.schema import REACHES, ModelSpec, Reach, Spec
+from tests import replica_configs
 from workers.messages.replica_config import ReplicaConfig
 
 MODEL = "models: {a: {source: ./a, engine: ENGINE}}\n"
@@ -60,9 +60,9 @@ def test_the_interpreter_is_a_part_of_the_version() -> None:
     """Replicas of two interpreters are not interchangeable; without one the version is as it was."""
     text = MODEL.replace("ENGINE", "auto")
     specs = [read(text), read(NXDI + text), read(NXDI.replace("PATH", "/p") + text)]
-    versions = [version_of(spec.models[0], "auto", 8, interpreters(spec, "auto")) for spec in specs]
+    versions = [version_of(spec.models[0].resolved("auto", None), interpreters(spec, "auto")) for spec in specs]
     assert len(set(versions)) == 3
-    assert versions[0] == version_of(specs[0].models[0], "auto", 8)
+    assert versions[0] == version_of(specs[0].models[0].resolved("auto", None))
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def configured(fields: dict[str, object]) -> tuple[ModelSpec, ReplicaConfig]:
     revision = Revision(number=1, cause="up", by="", text="", file="f", base_dir="/", of=None, plan={})
     generation = ResolvedRevision(revision, spec, (HOST,), {}, {"a": ""})
     (first, *_) = plan(spec, (HOST,)).placements
-    return spec.models[0], msgspec.structs.replace(replica_config(generation, first, Home(Path("/h"))), version="")
+    return spec.models[0], replica_configs.changed(replica_config(generation, first, Home(Path("/h"))), version="")
 
 
 def test_every_field_of_a_model_has_a_reach() -> None:
@@ -145,13 +145,13 @@ def test_every_field_of_a_model_has_a_reach() -> None:
 
 @pytest.mark.parametrize("field", OTHERWISE)
 def test_a_replica_gets_each_field_that_needs_a_new_process(field: str) -> None:
-    """And the version changes with it; fields that only reach the planner or the gateway change neither. Adapters
-    reach a replica while it runs."""
-    (before, told_before), (after, told_after) = configured({}), configured({field: OTHERWISE[field]})
+    """The replica gets the whole model; its version changes with the fields that need a new process, and not with those
+    that only reach the planner or the gateway."""
+    (before, _), (after, configuration) = configured({}), configured({field: OTHERWISE[field]})
     live = REACHES[field] is Reach.LIVE
 
     assert (before.started_with == after.started_with) == live
-    assert (told_before == told_after) == (live and field != "adapters")
+    assert getattr(configuration.model.name, field) == getattr(after.resolved(after.engine, None), field)
     assert (
         tag_of(field, "nxd-inference")
         is {

@@ -610,9 +610,9 @@ async def test_a_canary_that_dies_after_an_hour_restarts_as_a_canary(played: Pla
     for _ in range(60):
         await played.controller.change(10**9, 60.0)
     new = played.controller.state.current.versions["b"]
-    (canary,) = [r.config for r in played.cluster.living() if r.config.version == new]
-    await played.cluster.find(f"b/{canary.replica}").die("killed")
-    await played.until(lambda: played.replica(f"b/{canary.replica}")["state"] != "ready", "it died")
+    (canary,) = [r.config for r in played.cluster.living() if r.config.run.version == new]
+    await played.cluster.find(f"b/{canary.place.replica}").die("killed")
+    await played.until(lambda: played.replica(f"b/{canary.place.replica}")["state"] != "ready", "it died")
     await played.until(lambda: played.operator.rollout().state == "canary", "canary", 100)
     assert "RolledBack" not in played.happened()
 
@@ -703,7 +703,7 @@ async def test_with_a_full_disk_repairs_go_on_and_verbs_are_refused(tmp_path: Pa
 async def test_a_condition_has_the_time_of_its_change(played: Played) -> None:
     """Not that of the first request after it."""
     cluster = played.cluster
-    cluster.held = dict.fromkeys(cluster.find("a/0").config.cores, 4711)
+    cluster.held = dict.fromkeys(cluster.find("a/0").config.place.cores, 4711)
     before = played.controller.state.wall()
     await cluster.find("a/0").die("killed")
     await played.operator.cordon("inf2.48xlarge/0", None, True, "tester")
@@ -735,7 +735,7 @@ async def routed_together(played: Played, settled: Callable[[], bool]) -> list[t
         seen = await played.controller.change(seen, 5.0)
         (model,) = played.controller.routes().models
         changes.append(
-            (model.tokenizer, {played.controller.state.configs[route.id].tokenizer for route in model.replicas})
+            (model.tokenizer, {played.controller.state.configs[route.id].run.tokenizer for route in model.replicas})
         )
     return changes
 
@@ -785,7 +785,7 @@ async def test_replicas_of_a_lost_revision_are_routed_by_their_own_tokenizer(tmp
         await played.controller.settled()
         (model,) = played.controller.routes().models
         (route,) = model.replicas
-        assert model.tokenizer == played.controller.state.configs[route.id].tokenizer
+        assert model.tokenizer == played.controller.state.configs[route.id].run.tokenizer
     journal.close()
 
 

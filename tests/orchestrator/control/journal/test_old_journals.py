@@ -37,9 +37,11 @@ async def test_a_controller_continues_from_an_earlier_versions_journal(
         assert len(played.ready("chat")) == 3, "as scaled by hand"
         assert len(played.ready("small")) == 2
         for config in cluster.started:
-            assert config.epoch > before.epochs[f"{config.model}/{config.replica}"]
+            assert config.run.epoch > before.epochs[config.id]
         broken = {(record.host, record.core) for record in failed_cores(before)}
-        used = {(replica.config.host, core) for replica in cluster.living() for core in replica.config.cores}
+        used = {
+            (replica.config.place.host, core) for replica in cluster.living() for core in replica.config.place.cores
+        }
         assert len(broken) == 2
         assert not used & (broken | {("inf2.48xlarge/0", core) for core in range(20, 24)})
         assert "inf2.48xlarge/1" not in {host for host, _ in used}, "it is drained"

@@ -170,4 +170,4 @@ async def test_a_controller_on_a_new_head_adopts_the_replicas_of_the_last_spec(t
         assert (cluster.started, played.ready("m")[0]["epoch"]) == ([], epoch)
         await cluster.find(id).die("killed")
         await played.until(lambda: cluster.started, "it starts again", 3600.0)
-        assert cluster.started[0].epoch > epoch
+        assert cluster.started[0].run.epoch > epoch

@@ -51,13 +51,13 @@ async def test_the_compilation_of_an_update_does_not_write_to_the_log_of_the_ser
     """Its last lines would be attributed to the replica."""
     new = spec("s3://models/two", degree=24, compiles=True)
     await played.settled()
-    serving = played.cluster.started[0].log
+    serving = played.cluster.started[0].run.log
     await played.apply(new)
     played.cluster.uncompiled = {played.controller.state.current.versions["m"]}
     await played.settled()
     (log,) = played.cluster.compile_logs
     assert (Path(log).name, Path(log).parent) == ("compile-m.log", Path(serving).parent)
-    assert played.cluster.started[-1].log == serving
+    assert played.cluster.started[-1].run.log == serving
 
 
 @starting_fleet(spec(degree=24, compiles=True))

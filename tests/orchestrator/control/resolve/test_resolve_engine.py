@@ -40,7 +40,7 @@ def test_auto_becomes_the_engine_of_the_host(tmp_path: Path) -> None:
     """In the replica's configuration, and in the status."""
     cluster, replica = play(tmp_path, SPEC + "models: {a: {tp_degree: 2}}\n", {None: TNX})
     (config,) = cluster.started
-    assert (config.engine, config.dtype, config.python) == ("transformers-neuronx", "bf16", None)
+    assert (config.model.engine, config.dtype, config.run.python) == ("transformers-neuronx", "bf16", None)
     assert (replica["state"], replica["engine"]) == ("ready", "transformers-neuronx")
 
 
@@ -49,7 +49,7 @@ def test_auto_checks_the_interpreters_of_the_spec(tmp_path: Path) -> None:
     spec = SPEC + "engines: {nxd-inference: {python: /opt/nxdi/bin/python}}\nmodels: {a: {tp_degree: 2}}\n"
     cluster, replica = play(tmp_path, spec, {"/opt/nxdi/bin/python": NXDI})
     (config,) = cluster.started
-    assert (config.engine, config.python) == ("nxd-inference", "/opt/nxdi/bin/python")
+    assert (config.model.engine, config.run.python) == ("nxd-inference", "/opt/nxdi/bin/python")
     assert replica["engine"] == "nxd-inference"
 
 
@@ -62,8 +62,13 @@ def test_auto_is_torch_neuronx_for_an_encoder(tmp_path: Path) -> None:
     packages = {**dict.fromkeys(TRACES, "2.8"), "transformers": "4.57.1"}
     cluster, replica = play(tmp_path, ENCODER, {None: msgspec.structs.replace(OWN, packages=packages)})
     (config,) = cluster.started
-    assert (config.engine, config.kind, config.dtype, config.slots) == ("torch-neuronx", "embedding", "bf16", 32)
-    assert (config.prefill_buckets, len(config.cores)) == ([64, 128], 1)
+    assert (config.model.engine, config.model.kind, config.dtype, config.model.max_batch) == (
+        "torch-neuronx",
+        "embedding",
+        "bf16",
+        32,
+    )
+    assert (config.model.buckets.prefill, len(config.place.cores)) == ((64, 128), 1)
     assert (replica["state"], replica["engine"]) == ("ready", "torch-neuronx")
 
 
@@ -179,7 +184,7 @@ def test_engines_of_the_host_need_no_interpreter(tmp_path: Path) -> None:
     assert (cluster.interpreter_queries, replica["state"]) == ([], "ready")
     named = SPEC + "engines: {cpu: {python: /p}}\nmodels: {a: {engine: cpu}}\n"
     cluster, replica = play(tmp_path, named, {})
-    assert (cluster.interpreter_queries, cluster.started[0].python) == (["/p"], "/p")
+    assert (cluster.interpreter_queries, cluster.started[0].run.python) == (["/p"], "/p")
 
 
 def test_a_replica_stopped_during_the_probe_of_its_interpreter_is_not_started(tmp_path: Path) -> None:
@@ -198,6 +203,6 @@ def test_a_replica_stopped_during_the_probe_of_its_interpreter_is_not_started(tm
             fleet.cluster.started.clear()
             await fleet.operator.unload("a", "tester")
             await asyncio.sleep(30.0)
-            return [config.model for config in cluster.started]
+            return [config.model.name for config in cluster.started]
 
     assert virtually(apply_meanwhile) == []

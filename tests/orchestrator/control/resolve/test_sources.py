@@ -284,7 +284,10 @@ def test_a_draft_is_pinned_like_its_model(hub: HubServer) -> None:
     resolved = generation("a: {source: org/tiny, draft: {source: org/tiny, revision: v1}}")
     (model,) = resolved.spec.models
     assert (resolved.commit(model), resolved.commit(model, DRAFT)) == (hub.repos["org/tiny"].names["main"], tag)
-    assert (resolved.source(model), resolved.draft_source(model)) == ("org/tiny", "org/tiny")
+    assert {key: origin.source for key, origin in resolved.origins(model).items()} == {
+        "source": "org/tiny",
+        "draft.source": "org/tiny",
+    }
 
 
 def test_adapters_are_read_and_pinned_like_models(s3: S3Server, hub: HubServer, tmp_path: Path) -> None:
@@ -302,8 +305,10 @@ def test_adapters_are_read_and_pinned_like_models(s3: S3Server, hub: HubServer, 
     assert problems(read(model % (TINY, adapters))) == []
     (spec,) = resolved.spec.models
     assert {name: known.rank for name, known in resolved.adapters["a"].items()} == {"x": 64, "y": 8, "z": 16}
-    origins = resolved.adapter_origins(spec)
-    assert origins == {"x": Origin(source="org/lora", revision=first), "y": Origin(source="s3://loras/a")}
+    assert resolved.origins(spec) == {
+        "adapters.x": Origin(source="org/lora", revision=first),
+        "adapters.y": Origin(source="s3://loras/a"),
+    }
     assert [request.path for request in hub.asked if "safetensors" in request.path] == []
     versions = [
         generation(model % (TINY, some)).versions["a"] for some in (adapters, "y: s3://loras/a", "z: /elsewhere")
@@ -353,7 +358,8 @@ def test_without_metadata_a_generation_exists_all_the_same(hub: HubServer) -> No
     hub.away()
     resolved = generation("a: {source: org/tiny, revision: v1}")
     (model,) = resolved.spec.models
-    assert (resolved.source(model), resolved.commit(model), resolved.folder(model)) == ("org/tiny", "v1", None)
+    assert resolved.origins(model) == {"source": Origin(source="org/tiny", revision="v1")}
+    assert resolved.folder(model) is None
 
 
 @pytest.mark.parametrize("command", ["validate", "plan"])
