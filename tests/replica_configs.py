@@ -8,9 +8,10 @@ import msgspec.structs
 
 from placements.spec.notation import is_path
 from placements.spec.schema import Buckets, Compiler, Draft, ModelSpec
-from workers.messages.replica_config import Origin, Place, ReplicaConfig, Run, key_of
+from workers.messages.replica_config import Origin, ReplicaConfig, ReplicaPlace, ReplicaRun, key_of
 
-_MODEL = ModelSpec.model_fields.keys()
+_PLACE = set(ReplicaPlace.__struct_fields__)
+_MODEL = ModelSpec.model_fields.keys() - _PLACE  # both have cores
 _SHORT = {"slots", "prefill_buckets", "decode_buckets", "draft_source", "draft_k", "draft_method", "compile_workers"}
 
 
@@ -45,8 +46,8 @@ def changed(config: ReplicaConfig, **fields: Any) -> ReplicaConfig:
     else:
         k, method = given.get("draft_k", draft.k if draft else 4), given.get("draft_method", "draft_model")
         model["draft"] = Draft.model_construct(source=source, k=k, method=method)
-    place = {name: fields.pop(name) for name in fields.keys() & set(Place.__struct_fields__)}
-    run = {name: fields.pop(name) for name in fields.keys() & set(Run.__struct_fields__)}
+    place = {name: fields.pop(name) for name in fields.keys() & _PLACE}
+    run = {name: fields.pop(name) for name in fields.keys() & set(ReplicaRun.__struct_fields__)}
     result = msgspec.structs.replace(
         config,
         model=config.model.model_copy(update=model),

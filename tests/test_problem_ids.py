@@ -21,9 +21,11 @@ from orchestrator.process.failure import Failed
 from orchestrator.process.home import Home
 from tests.orchestrator.fakefleet import LiveAdmin
 from tests.orchestrator.fakes import FakeCluster, Played, virtually
+from tests.replica_configs import replica_config
 from workers.engines.cpu.engine import CpuEngine
 from workers.engines.open_engine import open_engine
 from workers.messages.engine_protocol import EngineLoadError
+from workers.messages.replica_config import ReplicaConfig
 from workers.serving.replica import Replica, set_environment
 
 SPEC = "hosts: {emulate: inf2.xlarge}\nmodels: {a: {engine: echo}}\n"
@@ -157,8 +159,8 @@ def test_a_controller_that_ends_by_itself_is_told(daemon: Up) -> None:
 # Replicas
 
 
-def config(**fields: object) -> Any:
-    return SimpleNamespace(**{"engine": "cpu", "source": None, "engine_options": {}, "draft_source": None, **fields})
+def config(**fields: Any) -> ReplicaConfig:
+    return replica_config(**{"source": "", **fields})
 
 
 def load_error(work: Callable[[], object]) -> str:

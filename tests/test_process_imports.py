@@ -16,9 +16,10 @@ print(*sorted({{name.partition(".")[0] for name in set(sys.modules) - before if 
 """
 OURS = {"orchestrator", "placements", "workers"}
 MESSAGES = {"msgspec", "psutil", "typing_extensions"}
+MODEL = {"annotated_types", "cronsim", "pydantic", "pydantic_core", "typing_inspection"}  # a model of a spec
 KINDS = {  # by kind of process: what Ray has imported there, what we import, and the packages which that may import
-    "replica": ("import ray", "import workers.serving.replica", MESSAGES | {"uvloop"}),
-    "cpu engine before it loads": ("", "import workers.engines.cpu.engine", MESSAGES),
+    "replica": ("import ray", "import workers.serving.replica", MESSAGES | MODEL | {"uvloop"}),
+    "cpu engine before it loads": ("", "import workers.engines.cpu.engine", MESSAGES | MODEL),
     "tokenizer": ("", "import workers.text.tokenizer_process", MESSAGES),
     "gateway": ("", "import orchestrator.gateway.server", MESSAGES | {"httptools", "uvloop"}),
     "command line": (

@@ -29,11 +29,20 @@ import msgspec
 from workers.host import fork_server, host_facts, private_file
 from workers.host.fork_client import ATTACHED
 from workers.host.process_tree import end_marked, end_with
-from workers.messages import replica_config
-from workers.messages.replica_config import NEVER_SET
+from workers.messages import json_form
 
 log = logging.getLogger(__name__)
 
+# Environment variables that are removed for every replica. The first would narrow the cores of some engines; the others
+# are for models over several hosts, and transformers-neuronx reads them for its NeuronConfig (`config`, `decoder`).
+NEVER_SET = (
+    "NEURON_RT_NUM_CORES",
+    "NEURON_RANK_ID",
+    "NEURON_LOCAL_TP",
+    "NEURON_PP_STAGES",
+    "CPU_COMM_ID",
+    "NEURON_VOCAB_PAD_DIVISOR",
+)
 POLL_S = 0.5  # between two looks at a child that may have to be stopped
 END_S = 10.0  # for the processes of a child to be gone
 
@@ -79,7 +88,7 @@ R = TypeVar("R", bound=ChildRequest)
 
 def encoded(request: ChildRequest) -> bytes:
     """Returns the standard input of a child of this process."""
-    return replica_config.encoded(msgspec.structs.replace(request, parent=os.getpid()))
+    return json_form.encoded(msgspec.structs.replace(request, parent=os.getpid()))
 
 
 @contextlib.contextmanager
@@ -136,7 +145,7 @@ def environment(env: Mapping[str, str]) -> dict[str, str]:
 def read_request(kind: type[R]) -> R:
     """Reads the request of this process, which then ends with its parent. A fork of a warm process ends with its client
     instead."""
-    request = replica_config.decoded(sys.stdin.buffer.read(), kind)
+    request = json_form.decoded(sys.stdin.buffer.read(), kind)
     if request.parent and not fork_server.imported:
         end_with(request.parent)
     return request

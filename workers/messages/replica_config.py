@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -10,18 +10,6 @@ from placements.engines.capabilities import Dtype
 from placements.spec.schema import ModelSpec
 from workers.messages.credentials import Credentials
 
-# Environment variables that are removed for every replica. The first would narrow the cores of some engines; the others
-# are for models over several hosts, and transformers-neuronx reads them for its NeuronConfig (`config`, `decoder`).
-NEVER_SET = (
-    "NEURON_RT_NUM_CORES",
-    "NEURON_RANK_ID",
-    "NEURON_LOCAL_TP",
-    "NEURON_PP_STAGES",
-    "CPU_COMM_ID",
-    "NEURON_VOCAB_PAD_DIVISOR",
-)
-
-T = TypeVar("T", bound=msgspec.Struct)
 Keys = tuple[str, ...]
 """The keys of a source within its model in the spec."""
 
@@ -44,7 +32,7 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
     folder: str = ""  # on this host; empty: it is still to be fetched
 
 
-class Place(msgspec.Struct, frozen=True, kw_only=True):
+class ReplicaPlace(msgspec.Struct, frozen=True, kw_only=True):
     """Where a replica runs: its part of a plan."""
 
     replica: int = 0  # index within the model, from 0
@@ -54,7 +42,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     claims: str | None = None  # the folder of the core locks of an emulated host
 
 
-class Run(msgspec.Struct, frozen=True, kw_only=True):
+class ReplicaRun(msgspec.Struct, frozen=True, kw_only=True):
     """What one start of a replica gets besides its model and its place."""
 
     epoch: int = 0
@@ -79,8 +67,8 @@ class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The configuration that a replica gets at its start."""
 
     model: ModelSpec  # resolved (`ModelSpec.resolved`)
-    place: Place = Place()
-    run: Run = Run()
+    place: ReplicaPlace = ReplicaPlace()
+    run: ReplicaRun = ReplicaRun()
     origins: dict[str, Origin] = {}  # of sources that are not local, by `key_of`
 
     @property
@@ -142,25 +130,3 @@ class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True):
     def _at(self, keys: Keys, source: str) -> str:
         origin = self.origins.get(key_of(keys))
         return source if origin is None or not origin.folder else origin.folder
-
-
-def encoded(message: msgspec.Struct) -> bytes:
-    """Returns a configuration, or a message with one in it, as JSON."""
-    return msgspec.json.encode(message, enc_hook=_as_builtin)
-
-
-def decoded(data: bytes | str, kind: type[T]) -> T:
-    """Returns the message that `encoded` has written. Raises msgspec.MsgspecError and pydantic's ValidationError."""
-    return msgspec.json.decode(data, type=kind, dec_hook=_from_builtin)
-
-
-def _as_builtin(value: Any) -> Any:
-    if isinstance(value, ModelSpec):
-        return value.model_dump(mode="json", exclude_defaults=True)
-    raise NotImplementedError(f"a message cannot hold a {type(value).__name__}")
-
-
-def _from_builtin(kind: type, value: Any) -> Any:
-    if kind is ModelSpec:
-        return ModelSpec.model_validate(value, strict=False)
-    raise NotImplementedError(f"a message cannot hold a {kind.__name__}")

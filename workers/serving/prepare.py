@@ -23,11 +23,11 @@ from workers.compiled.places import ensure, find, wanted_of
 from workers.engines.open_engine import buildables, hide_progress_bars, runner_of
 from workers.engines.weight_files import check_checkpoint
 from workers.host import host_facts
-from workers.host.json_process import answering, read_request
+from workers.host.json_process import NEVER_SET, answering, read_request
 from workers.host.memory_limits import is_out_of_memory, out_of_memory
 from workers.host.neuron_faults import VAGUE, fault_of
 from workers.messages.engine_protocol import EngineLoadError
-from workers.messages.replica_config import NEVER_SET, ReplicaConfig
+from workers.messages.replica_config import ReplicaConfig
 from workers.messages.status import Failure
 from workers.text.tokenizer import load_tokenizer
 

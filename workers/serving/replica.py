@@ -30,12 +30,13 @@ from workers.compiled import host_sets
 from workers.engines.open_engine import runner_of
 from workers.host import fork_server, host_facts, private_file
 from workers.host.core_claims import CoreClaim
+from workers.host.json_process import NEVER_SET
 from workers.host.lifetime import since_boot
 from workers.host.neuron_faults import after_serving
 from workers.host.start_phases import START
 from workers.messages.encoder_protocol import EncodeInput
 from workers.messages.engine_protocol import EngineLoadError
-from workers.messages.replica_config import NEVER_SET, ReplicaConfig
+from workers.messages.replica_config import ReplicaConfig
 from workers.messages.requests import FinishReason, GenerateRequest, TokenEvent
 from workers.messages.status import Failure, Phase, ReplicaStatus
 from workers.messages.wire import Welcome

@@ -39,7 +39,16 @@ from placements.spec.parse import parse
 from placements.spec.problems import has_errors
 from placements.spec.schema import ModelSpec, Spec
 from placements.spec.yaml_tree import read
-from workers.messages.replica_config import ADAPTERS, SOURCE, Keys, Origin, Place, ReplicaConfig, Run, key_of
+from workers.messages.replica_config import (
+    ADAPTERS,
+    SOURCE,
+    Keys,
+    Origin,
+    ReplicaConfig,
+    ReplicaPlace,
+    ReplicaRun,
+    key_of,
+)
 
 if TYPE_CHECKING:
     from workers.artifacts.sources.source_metadata import Metadata
@@ -258,14 +267,14 @@ def replica_config(
     assert model is not None
     index, host = next((i, host) for i, host in enumerate(generation.hosts) if host.name == placement.host)
     engine = generation.engines[model.name]
-    place = Place(
+    place = ReplicaPlace(
         replica=placement.replica,
         host=placement.host,
         cores=[] if placement.cores is None else list(placement.cores),
         env=dict(placement.env),
         claims=str(home.claims(index)) if host.emulated else None,
     )
-    run = Run(
+    run = ReplicaRun(
         version=generation.versions[model.name],
         tokenizer=generation.tokenizers[model.name],
         log=str(home.log(model.name, placement.replica)),

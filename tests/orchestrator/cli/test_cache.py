@@ -31,7 +31,8 @@ from workers.compiled.neuron_cache import read_entries
 from workers.compiled.prediction import LATER, Prediction
 from workers.compiled.storage import storage_at
 from workers.host.neuron_faults import fault_of
-from workers.messages.replica_config import ReplicaConfig, encoded
+from workers.messages.json_form import encoded
+from workers.messages.replica_config import ReplicaConfig
 
 ECHO = "hosts: {emulate: inf2.xlarge}\nmodels: {parrot: {engine: echo}}\n"
 TNX = """\

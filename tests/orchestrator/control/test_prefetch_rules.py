@@ -241,7 +241,7 @@ class Looked:
         """What is missing; ``ahead_too``: it can be compiled without a device."""
         make = (lambda held, tell: None) if ahead_too else None
         unit = Buildable(source=Path("/models/m"), manifest=MANIFEST, make=make)
-        monkeypatch.setattr(prepare, "buildables_of", lambda config, read: [unit])
+        monkeypatch.setattr(prepare, "buildables", lambda config, read: [unit])
 
         def answers(_: str, order: Order, *__: Any) -> Iterator[Reply]:
             prepare.run("predict", order, replies.append)
@@ -423,7 +423,7 @@ def test_warm_fails_if_a_set_could_not_be_fetched(
 ) -> None:
     """It reports the fetched sets, and why the others are missing."""
     monkeypatch.setattr(
-        preparation, "warm", lambda job, *_: Warmed(bytes=7, problem=problem if job.model == "a" else "")
+        preparation, "warm", lambda job, *_: Warmed(bytes=7, problem=problem if job.model.name == "a" else "")
     )
     status, answer = cache("warm", str(tmp_path / "spec.yaml"))
     assert (status, [model["problem"] for model in answer["models"]]) == (code, [problem, ""])

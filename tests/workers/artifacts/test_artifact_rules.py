@@ -681,7 +681,7 @@ def test_a_checkpoint_is_not_evicted_while_it_is_compiled(tmp_path: Path, monkey
         errors.append(refusal.value.id)
         return Built(wanted=[], seconds=0.0)
 
-    monkeypatch.setattr(prepare, "buildables_of", lambda config, read: [])
+    monkeypatch.setattr(prepare, "buildables", lambda config, read: [])
     monkeypatch.setattr(prepare, "ensure", ensure)
     assert prepare.run("compile", Order(config=config(Path(artifact.folder))), lambda reply: None)
     store.remove(artifact.key)

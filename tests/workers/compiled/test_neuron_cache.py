@@ -20,7 +20,7 @@ from tests.workers.tnx_runs import BUCKETS, SERIAL, config
 from workers.compiled import neuron_cache
 from workers.engines.transformers_neuronx.engine import TransformersNeuronxEngine, open_transformers_neuronx
 from workers.host.neuron_faults import fault_of
-from workers.messages.replica_config import encoded
+from workers.messages.json_form import encoded
 from workers.messages.status import Reaction
 
 Checkpoints = Callable[[str], Path]
@@ -29,7 +29,7 @@ GRAPH = "MODULE_cd73c69136bf675613f6+2c2d707e"
 COMMAND = "compile --target=trn1 --framework=XLA /tmp/u/{0}/model.{0}.hlo_module.pb --output /tmp/u/{0}/model.{0}.neff"
 LOAD = (
     "import sys, msgspec\n"
-    "from workers.messages.replica_config import ReplicaConfig, decoded, encoded\n"
+    "from workers.messages.json_form import decoded\nfrom workers.messages.replica_config import ReplicaConfig\n"
     "from workers.engines.transformers_neuronx.engine import open_transformers_neuronx\n"
     "open_transformers_neuronx(decoded(sys.argv[1], ReplicaConfig)).load()\n"
 )

@@ -26,7 +26,8 @@ from workers.compiled.host_sets import MANIFEST
 from workers.compiled.orders import BuildTrouble, Built, Order, Predicted, Reply, Wanted, Working
 from workers.engines.transformers_neuronx.engine import open_transformers_neuronx
 from workers.host import file_lock
-from workers.messages.replica_config import ReplicaConfig, encoded
+from workers.messages.json_form import encoded
+from workers.messages.replica_config import ReplicaConfig
 from workers.serving import prepare
 
 Checkpoints = Callable[[str], Path]

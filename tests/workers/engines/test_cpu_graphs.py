@@ -30,7 +30,8 @@ from workers.compiled.orders import Built, Order, Reply, Working
 from workers.engines.cpu import graphs as cpu_graphs
 from workers.engines.cpu.artifacts import is_whole
 from workers.engines.cpu.engine import CpuEngine
-from workers.messages.replica_config import ReplicaConfig, encoded
+from workers.messages.json_form import encoded
+from workers.messages.replica_config import ReplicaConfig
 from workers.serving.prepare import predict
 
 Checkpoints = Callable[[str], Path]
@@ -234,7 +235,8 @@ START = """
 import json, sys
 import msgspec
 from torch._dynamo.utils import counters
-from workers.messages.replica_config import ReplicaConfig, decoded, encoded
+from workers.messages.json_form import decoded
+from workers.messages.replica_config import ReplicaConfig
 from workers.engines.open_engine import open_engine
 engine = open_engine(decoded(sys.stdin.buffer.read(), ReplicaConfig))
 engine.load()

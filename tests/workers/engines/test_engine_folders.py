@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from placements.engines.registry import ENGINES, NAMES
+from tests.replica_configs import replica_config
 from workers import engines
 from workers.compiled.host_sets import compiles
 from workers.engines.open_engine import open_encoder, open_engine, runner_of
@@ -19,9 +21,8 @@ ENGINES_FOLDER = Path(engines.__file__).parent
 FOLDERS = {engine.module for engine in ENGINES.values()}
 
 
-def config(engine: str, **fields: object) -> ReplicaConfig:
-    whole = {"model": "m", "engine": engine, "source": None, "dtype": "fp32", "slots": 1, "max_len": 32}
-    return ReplicaConfig(**{**whole, "tp_degree": 1, "env": {}, **fields})  # type: ignore[arg-type]
+def config(engine: str, **fields: Any) -> ReplicaConfig:
+    return replica_config(engine=engine, **fields)
 
 
 def _decided_by(node: ast.AST) -> Iterator[ast.AST]:

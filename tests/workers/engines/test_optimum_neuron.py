@@ -29,7 +29,7 @@ from workers.engines.optimum_neuron import artifacts
 from workers.engines.optimum_neuron.compiled_folder import start_error
 from workers.engines.optimum_neuron.engine import buildables, drawn_token
 from workers.messages.engine_protocol import DeviceSampling
-from workers.messages.replica_config import encoded
+from workers.messages.json_form import encoded
 
 
 @pytest.fixture

@@ -42,7 +42,7 @@ from tests.workers.tnx_runs import (
 from workers.engines.transformers_neuronx.engine import TransformersNeuronxEngine, open_transformers_neuronx
 from workers.engines.transformers_neuronx.options import TABLES, Shapes, options_for
 from workers.messages.engine_protocol import DeviceSampling, EngineLoadError
-from workers.messages.replica_config import encoded
+from workers.messages.json_form import encoded
 
 Checkpoints = Callable[[str], Path]
 VERSIONS = contract("transformers-neuronx").versions
@@ -573,7 +573,7 @@ def test_a_second_process_compiles_nothing(
     """It finds the NEFFs of the first, by a manifest of all that they depend on, and answers alike."""
     program = (
         "import sys, json, msgspec\n"
-        "from workers.messages.replica_config import ReplicaConfig, decoded, encoded\n"
+        "from workers.messages.json_form import decoded\nfrom workers.messages.replica_config import ReplicaConfig\n"
         "from workers.engines.transformers_neuronx.engine import open_transformers_neuronx\n"
         "engine = open_transformers_neuronx(decoded(sys.argv[1], ReplicaConfig))\n"
         "engine.load()\n"

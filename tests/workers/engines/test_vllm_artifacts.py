@@ -24,7 +24,8 @@ from workers.engines.vllm.artifacts import NO_COMPILE
 from workers.engines.vllm.engine import start_vllm
 from workers.host import file_lock
 from workers.messages.engine_protocol import EngineLoadError
-from workers.messages.replica_config import ReplicaConfig, encoded
+from workers.messages.json_form import encoded
+from workers.messages.replica_config import ReplicaConfig
 from workers.serving import prepare
 
 DEADLINE_S = 30.0
@@ -75,6 +76,7 @@ socketserver.UnixStreamServer(uds, Handler).serve_forever()
 ROOT = """
 import sys
 import msgspec
+from workers.messages.json_form import decoded
 from workers.messages.replica_config import ReplicaConfig
 from workers.engines.vllm import engine as vllm_engine
 vllm_engine.GRACE_S = 0.5
@@ -151,7 +153,7 @@ class Host:
 
     def replies(self, command: str, *, read: bool = False, push: bool = False, **changes: Any) -> list[Reply]:
         replies: list[Reply] = []
-        config = msgspec.structs.replace(self.config, **changes)
+        config = changed(self.config, **changes)
         prepare.run(command, Order(config=config, read=read, push=push), replies.append)
         return replies
 

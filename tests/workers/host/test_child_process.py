@@ -11,7 +11,7 @@ import pytest
 
 from workers.host import json_process
 from workers.host.host_facts import last_words
-from workers.messages.replica_config import NEVER_SET
+from workers.host.json_process import NEVER_SET
 
 PROJECT = Path(__file__).parents[3]
 TALKER = """\

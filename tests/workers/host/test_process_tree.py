@@ -20,7 +20,8 @@ from tests.workers import nxdi_traffic, tnx_runs
 from workers.compiled.host_sets import compiling
 from workers.host import host_facts, process_tree
 from workers.host.lifetime import process_start
-from workers.messages.replica_config import ReplicaConfig, encoded
+from workers.messages.json_form import encoded
+from workers.messages.replica_config import ReplicaConfig
 
 Checkpoints = Callable[[str], Path]
 PROJECT = Path(__file__).parents[3]
@@ -45,6 +46,7 @@ LEADER_ENDS = "ctypes.CDLL(None).pthread_exit(None)"
 REPLICA = """
 import sys, msgspec
 from workers.compiled.host_sets import compiling
+from workers.messages.json_form import decoded
 from workers.messages.replica_config import ReplicaConfig
 from workers.engines.open_engine import open_engine
 open_engine(decoded(sys.argv[1], ReplicaConfig)).load()

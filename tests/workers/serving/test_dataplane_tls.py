@@ -21,7 +21,7 @@ from orchestrator.gateway.serving.replica_link_pool import open_link
 from tests.served import EPOCH, TOKEN, Served
 from workers.engines.echo.engine import echo_tokens
 from workers.messages.credentials import REPLICA, Credentials, client_context
-from workers.messages.replica_config import Run
+from workers.messages.replica_config import ReplicaRun
 from workers.messages.requests import GenerateRequest
 from workers.messages.wire import FrameReader, Hello, Message, Refused, Step, Submit, Welcome, encode
 from workers.serving.dataplane import DataPlane
@@ -274,7 +274,7 @@ def test_credentials_are_printed_without_their_keys(caplog: pytest.LogCaptureFix
     with caplog.at_level(logging.INFO):
         logging.getLogger("x").info("%s %r", FLEET.gateway, [FLEET])
     assert "PRIVATE" not in caplog.text
-    assert "credentials" in Run.__struct_fields__
+    assert "credentials" in ReplicaRun.__struct_fields__
 
 
 def test_each_fleet_has_an_authority_of_its_own() -> None:

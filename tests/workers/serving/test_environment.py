@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from workers.host.json_process import ChildRequest, running
-from workers.messages.replica_config import NEVER_SET
+from workers.host.json_process import NEVER_SET, ChildRequest, running
 from workers.serving import replica
 
 

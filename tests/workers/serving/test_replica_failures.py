@@ -28,7 +28,8 @@ from workers.compiled import host_sets
 from workers.host import host_facts, start_phases
 from workers.host.core_claims import CoresTaken
 from workers.messages.engine_protocol import EngineLoadError
-from workers.messages.replica_config import Origin, encoded
+from workers.messages.json_form import encoded
+from workers.messages.replica_config import Origin
 from workers.messages.requests import FinishReason, GenerateRequest, TokenEvent
 from workers.messages.status import Failure, Phase, Reaction, ReplicaStatus
 from workers.serving import replica as module
@@ -131,13 +132,16 @@ def test_a_step_without_memory_has_the_cause_out_of_memory(tmp_path: Path) -> No
 def holder() -> Iterator[subprocess.Popen[bytes]]:
     """A process with core 3 in its NEURON_RT_VISIBLE_CORES."""
     process = subprocess.Popen(
-        [sys.executable, "-c", "input()"],
+        [sys.executable, "-c", "print(flush=True); input()"],
         stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         env={**os.environ, "NEURON_RT_VISIBLE_CORES": "3"},
     )
+    assert process.stdout is not None
+    process.stdout.readline()  # before that, it shows the environment of this process
     yield process
     process.kill()
-    process.wait()
+    process.communicate()
 
 
 def test_the_failure_of_taken_cores_has_their_owner(
@@ -164,7 +168,9 @@ def test_a_log_has_no_progress_bars(checkpoint: Callable[[str], Path]) -> None:
     program = "import sys\n"
     program += "import msgspec\n"
     program += "from workers.engines.open_engine import open_engine\n"
-    program += "from workers.messages.replica_config import ReplicaConfig, decoded, encoded\n"
+    program += (
+        "from workers.messages.json_form import decoded\nfrom workers.messages.replica_config import ReplicaConfig\n"
+    )
     program += "open_engine(decoded(sys.argv[1], ReplicaConfig)).load()\n"
     done = subprocess.run(
         [sys.executable, "-c", program, encoded(cpu).decode()],
@@ -209,7 +215,8 @@ REPLICA = """
 import os, sys
 output = os.fdopen(os.dup(1), "wb")
 import msgspec
-from workers.messages.replica_config import ReplicaConfig, decoded, encoded
+from workers.messages.json_form import decoded
+from workers.messages.replica_config import ReplicaConfig
 from workers.messages.status import Phase
 from workers.serving.replica import Replica
 replica = Replica(decoded(sys.argv[1], ReplicaConfig))

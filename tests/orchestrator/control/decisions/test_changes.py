@@ -151,7 +151,7 @@ def test_a_replica_gets_each_field_that_needs_a_new_process(field: str) -> None:
     live = REACHES[field] is Reach.LIVE
 
     assert (before.started_with == after.started_with) == live
-    assert getattr(configuration.model.name, field) == getattr(after.resolved(after.engine, None), field)
+    assert getattr(configuration.model, field) == getattr(after.resolved(after.engine, None), field)
     assert (
         tag_of(field, "nxd-inference")
         is {
