@@ -1,4 +1,4 @@
-"""An engine is added by a folder and one line of the registry, as CONTRIBUTING.md shows."""
+"""An engine is added by two folders and one line of the registry, as CONTRIBUTING.md shows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parent.parent
 CAPABILITIES = re.search(r"```python\n(CAPABILITIES = .+?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
 RULES = """
 from placements.rules.case import EngineRules
@@ -32,6 +32,12 @@ class ToyCosts(EngineCosts):
 
 COSTS = ToyCosts()
 """
+RUNNER = """
+from workers.engines.echo.engine import EchoEngine
+from workers.engines.runner import Runner
+
+RUNNER = Runner(generate=lambda config: EchoEngine(slots=config.model.max_batch, max_len=config.max_len))
+"""
 SPEC = """
 hosts: {emulate: inf2.24xlarge}
 engines: {toy: {python: /opt/toy/bin/python}}
@@ -48,14 +54,21 @@ from placements.rules.checks import check
 from placements.spec.json_schema import json_schema
 from placements.spec.parse import parse
 from tests.placements.fleets import host
+from workers.engines.open_engine import open_engine
+from workers.messages.json_form import decoded, encoded
+from workers.messages.replica_config import ReplicaConfig
 
 parsed = parse(sys.stdin.read())
 hosts = [host("inf2.24xlarge", emulated=True)]
 drawn = plan(parsed.spec, hosts, wanted={"a": 2})
+config = ReplicaConfig(model=parsed.spec.models[0].resolved("toy", None))
+engine = open_engine(decoded(encoded(config), ReplicaConfig))
+engine.load()
 print(json.dumps({
     "problems": [f"{each.where} {each.id}: {each.what}" for each in (*parsed.problems, *check(parsed.spec, hosts))],
     "placed": [each.model for each in drawn.placements if each.cores is not None],
     "step_ms": [row["step_ms"] for row in speed_rows(parsed.spec, hosts, {})][0],
+    "slots": engine.spec.slots,
     "schema": [*json_schema()["properties"]["engines"]["properties"]][-1],
 }))
 """
@@ -63,11 +76,10 @@ print(json.dumps({
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What a process sees whose `placements` has the engine."""
+    """What a process sees whose packages have the engine."""
     folder = tmp_path_factory.mktemp("toy")
-    shutil.copytree(
-        ROOT / "placements", folder / "placements", ignore=shutil.ignore_patterns("examples", "__pycache__")
-    )
+    for package in ("placements", "workers"):
+        shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("examples", "__pycache__"))
     registry = folder / "placements" / "engines" / "registry.py"
     registry.write_text(registry.read_text().replace('    "torch-neuronx",\n', '    "torch-neuronx",\n    "toy",\n', 1))
     toy = folder / "placements" / "engines" / "toy"
@@ -77,6 +89,10 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Any:
     files = {"__init__.py": "", "capabilities.py": head + CAPABILITIES[1], "rules.py": RULES, "memory.py": MEMORY}
     for name, text in files.items():
         (toy / name).write_text(text)
+    runner = folder / "workers" / "engines" / "toy"
+    runner.mkdir()
+    (runner / "__init__.py").touch()
+    (runner / "runner.py").write_text(RUNNER)
     result = subprocess.run(
         [sys.executable, "-c", PROGRAM],
         input=SPEC,
@@ -108,3 +124,8 @@ def test_a_spec_with_the_engine_is_planned(seen: Any) -> None:
 def test_its_speed_and_the_schema_are_read_from_its_folder(seen: Any) -> None:
     """Nothing else knows the engine."""
     assert (seen["step_ms"], seen["schema"]) == (250.0, "toy")
+
+
+def test_a_replica_opens_the_engine(seen: Any) -> None:
+    """By its runner, with the model of the spec."""
+    assert seen["slots"] == 4
