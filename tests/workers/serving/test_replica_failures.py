@@ -239,7 +239,7 @@ def test_a_replica_reports_the_end_of_its_load(engine: str, phase: Phase, id: st
         path = Path(folder)
         placed = config(path, engine=engine, log=str(path / "m-0.log"), socket=str(path / "s"), cores=[])
         result = subprocess.run(
-            [sys.executable, "-c", REPLICA, msgspec.json.encode(placed).decode()],
+            [sys.executable, "-c", REPLICA, encoded(placed).decode()],
             capture_output=True,
             timeout=100,
             check=True,
