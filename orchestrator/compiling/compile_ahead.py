@@ -211,7 +211,7 @@ class CompileAhead:
         if isinstance(heads, Failure) or isinstance(predicted, Failure):
             return None
         complete = bool(predicted.wanted) and all(
-            each.complete or each.prediction.where == "elsewhere" for each in predicted.wanted
+            each.complete or (each.prediction.hit and each.prediction.where == "elsewhere") for each in predicted.wanted
         )
         return (heads, predicted) if complete or not self._are_obtainable(config, predicted) else None
 

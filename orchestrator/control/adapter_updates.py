@@ -118,5 +118,5 @@ class AdapterUpdates:
         current = state.views.get(view.id)
         if failure is None and current is not None and current.epoch == view.epoch:
             state.configs[view.id] = config
-            state.pins.pin(config)
+            state.pins.pin_adapters(config)
         return failure

@@ -10,7 +10,7 @@ import msgspec.structs
 
 from orchestrator.control.journal.journal_records import Pin, pin_of
 from orchestrator.control.record_writer import RecordWriter
-from workers.messages.replica_config import Origin, ReplicaConfig
+from workers.messages.replica_config import ADAPTERS, Origin, ReplicaConfig
 
 
 class ContentPins:
@@ -30,7 +30,9 @@ class ContentPins:
         pin, origins = self.of(config), dict(config.origins)
         for key, pinned in pin.origins.items():
             origin = origins.get(key)
-            if origin is not None and not origin.folder and _same_source(pinned, origin):
+            if origin is None or (origin.folder and not key.startswith(ADAPTERS)):
+                continue  # what a running replica has loaded stays; its adapters can change
+            if not key.startswith(ADAPTERS) or (_same_source(pinned, origin) and pinned.artifact != origin.artifact):
                 origins[key] = pinned
         run = msgspec.structs.replace(config.run, contents=pin.contents.get(config.place.host, ""))
         return msgspec.structs.replace(config, run=run, origins=origins)
@@ -48,6 +50,12 @@ class ContentPins:
             )
             self._records.event("warning", "SourceChanged", message, model=config.model.name)
         self._records.note(now)
+
+    def pin_adapters(self, config: ReplicaConfig) -> None:
+        """Pin the adapters of a running replica; the pin of its model may have moved on since it was loaded."""
+        adapters = {key: origin for key, origin in config.origins.items() if key.startswith(ADAPTERS)}
+        others = {key: origin for key, origin in self.of(config).origins.items() if not key.startswith(ADAPTERS)}
+        self.pin(msgspec.structs.replace(config, origins=others | adapters))
 
     def pin_contents(self, config: ReplicaConfig, contents: str) -> None:
         """Pin what a replica has loaded from local folders: others of its version on its host load the same."""

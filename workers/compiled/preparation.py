@@ -56,9 +56,10 @@ class Foreseen(msgspec.Struct, frozen=True, kw_only=True):
 
 def build_key(config: ReplicaConfig) -> str:
     """Returns a key that is equal for configs whose replicas need the same compiled artifacts."""
-    folders = {key: origin.folder for key, origin in config.origins.items()}
-    parts = (config.model.started_with, sorted(folders.items()), config.run.python, config.run.server_python)
-    return blake2s(repr((*parts, config.run.compiled)).encode(), digest_size=10).hexdigest()
+    model, run, folders = config.model, config.run, {key: origin.folder for key, origin in config.origins.items()}
+    parts = (model.name, model.started_with, sorted(config.adapters.items()), sorted(folders.items()))
+    interpreters = (run.python, run.server_python, run.server_launch, run.compiled, config.place.claims)
+    return blake2s(repr((parts, interpreters)).encode(), digest_size=10).hexdigest()
 
 
 def run_process(

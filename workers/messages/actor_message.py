@@ -7,6 +7,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from workers.messages.json_form import as_builtin, from_builtin
+
 T = TypeVar("T")
 
 
@@ -21,8 +23,8 @@ def actor_message(kind: type[T]) -> type[T]:
 
 
 def _reduced(message: object) -> tuple[Any, ...]:
-    return _decoded, (type(message), msgspec.msgpack.encode(message))
+    return _decoded, (type(message), msgspec.msgpack.encode(message, enc_hook=as_builtin))
 
 
 def _decoded(kind: type[T], data: bytes) -> T:
-    return msgspec.msgpack.decode(data, type=kind)
+    return msgspec.msgpack.decode(data, type=kind, dec_hook=from_builtin)

@@ -8,6 +8,7 @@ import msgspec
 
 from placements.engines.capabilities import Dtype
 from placements.spec.schema import ModelSpec
+from workers.messages.actor_message import actor_message
 from workers.messages.credentials import Credentials
 
 Keys = tuple[str, ...]
@@ -63,6 +64,7 @@ class ReplicaRun(msgspec.Struct, frozen=True, kw_only=True):
     proven: bool = False  # this version has served on this host: its first request is a client's, without a trial
 
 
+@actor_message
 class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The configuration that a replica gets at its start."""
 
