@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from placements.engines.registry import NAMES
+from placements.engines.registry import ENGINES, NAMES
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("placements", "workers", "orchestrator")  # each may import those before it
@@ -410,8 +410,14 @@ BOUNDARIES = (
 
 # Where an engine may be compared by its name: its own folder, the registry, what reads and imports specs, and the
 # tables of AWS's images that `doctor --bootstrap` prints.
-MAY_NAME_ENGINES = ("placements/engines/", "placements/lmi/", "placements/spec/", "workers/engines/")
-TABLES_OF_IMAGES = {("orchestrator/cli/bootstrap.py", name) for name in ("PREFERRED", "NEURON")}
+MAY_NAME_ENGINES = (
+    *(f"{side}/engines/{engine.module}/" for engine in ENGINES.values() for side in ("placements", "workers")),
+    *("placements/engines/registry.py", "placements/lmi/", "placements/spec/schema.py"),
+)
+TABLES_OF_RELEASES = {  # of AWS's images, and of distributions, some of which are named as their engine
+    *(("orchestrator/cli/bootstrap.py", name) for name in ("PREFERRED", "NEURON")),
+    *{("workers/engines/manifest_parts.py", "NXD_PACKAGES"), ("workers/host/interpreter.py", "_PROBED")},
+}
 WORDS = {"cpu", "echo", "server"}  # names that are also compared with other things
 
 
@@ -425,6 +431,8 @@ def decides_by_name(node: ast.AST) -> bool:
         parts = list(node.keys)
     elif isinstance(node, ast.Set | ast.Tuple | ast.List):
         parts = list(node.elts)
+    elif isinstance(node, ast.Subscript):
+        parts = [node.slice]
     else:
         return False
     texts = {part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str)}
@@ -439,20 +447,20 @@ def targets_of(node: ast.AST) -> set[str]:
     return {target.id for target in targets if isinstance(target, ast.Name)}
 
 
-@pytest.mark.parametrize("package", ["placements", "orchestrator"])
+@pytest.mark.parametrize("package", PACKAGES)
 def test_only_engines_decide_by_the_name_of_an_engine(package: str) -> None:
     """Other code reads what the engine can do: an engine is added by its folders and one line of the registry."""
-    found = []
+    places = []
     for path in sources(package):
         name = str(path.relative_to(ROOT))
         if not name.startswith(MAY_NAME_ENGINES):
             tables = [
-                node for node in tree_of(path).body if {(name, each) for each in targets_of(node)} & TABLES_OF_IMAGES
+                node for node in tree_of(path).body if {(name, each) for each in targets_of(node)} & TABLES_OF_RELEASES
             ]
             allowed = {id(inner) for node in tables for inner in ast.walk(node)}
             nodes = (node for node in ast.walk(tree_of(path)) if id(node) not in allowed and decides_by_name(node))
-            found += [f"{name}:{node.lineno}" for node in nodes if isinstance(node, ast.expr | ast.stmt)]
-    assert found == []
+            places += [f"{name}:{node.lineno}" for node in nodes if isinstance(node, ast.expr | ast.stmt)]
+    assert places == []
 
 
 @pytest.mark.parametrize(

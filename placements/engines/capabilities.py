@@ -74,7 +74,7 @@ class Capabilities:
     kinds: tuple[Kind, ...] = ("generate",)
     dtype: Dtype = "bf16"  # the default
     package: str | None = None  # the import name of AWS's or Hugging Face's package; None: corewright's own code
-    requires: tuple[str, ...] = ()  # distributions without which it does not start
+    requires: tuple[str, ...] = ()  # distributions without which it does not start; first that of its package
     install: str = ""  # how its package comes onto a host
     transformers: str | None = None  # the first release that its code runs with
     loads: tuple[SourceForm, ...] = ("hf",)  # the sources that it can load
@@ -90,11 +90,8 @@ class Capabilities:
     families: tuple[str, ...] = ()  # values of model_type; (): all
     refused: Mapping[str, str] = field(default_factory=lambda: _NONE)  # family -> why it is not served
     outside: str = ""  # why no family but ``families`` is served
-    reads_checkpoint: bool = True
-    forwards: bool = False  # requests are forwarded as they were sent, to a command that may load any files
     own_families: bool = False  # it also serves families that corewright has no facts of
     stores_shards: bool = False  # compiled artifacts hold the weights of each core, and are found by their digests
-    loads_compiled: bool = False  # it loads sources that its package has compiled elsewhere
     exports_graphs: bool = False  # its package registers compiled graphs without their weights
 
     # settings of a model
@@ -125,9 +122,19 @@ class Capabilities:
         return self.engine.replace("-", "_")
 
     @property
-    def distribution(self) -> str:
-        """The distribution name of its package."""
-        return (self.package or "").replace("_", "-").replace(".", "-")
+    def reads_checkpoint(self) -> bool:
+        """Returns whether it loads any source."""
+        return bool(self.loads)
+
+    @property
+    def loads_compiled(self) -> bool:
+        """Returns whether it loads sources that its package has compiled elsewhere."""
+        return "precompiled" in self.loads
+
+    @property
+    def forwards(self) -> bool:
+        """Returns whether requests are forwarded as they were sent, to a command that may load any files."""
+        return self.tokenizer is None
 
     def runs_in(self, machines: str, version: str | None = None) -> bool:
         """Returns whether it runs on a family of machines, in a version (None: in any)."""

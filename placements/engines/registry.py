@@ -41,8 +41,8 @@ else:
 
 def _capabilities(name: str) -> Capabilities:
     folder = name.replace("-", "_")
-    found: Capabilities = import_module(f"placements.engines.{folder}.capabilities").CAPABILITIES
-    return found
+    record: Capabilities = import_module(f"placements.engines.{folder}.capabilities").CAPABILITIES
+    return record
 
 
 ENGINES: Mapping[str, Capabilities] = MappingProxyType({name: _capabilities(name) for name in NAMES})

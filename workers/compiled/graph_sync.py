@@ -138,7 +138,7 @@ def _pulled(storage: Storage, local: Path, record: str, compiler: str, stop: thr
     ]
     expected = {name: [part.digest] for name, part in (named or {}).items()} | _digests(files)
     moved = [file for file in files if file.name.rpartition("/")[0] in missing and _belongs(file.name)]
-    # Of one listing: a killed pull may have left files of an older one.
+    # A folder for each listing: a killed pull may have left files of an older one.
     incoming = local / OWN / INCOMING / Listing(source=storage.url, files=tuple(moved)).key
     pulled = []
     if moved:
@@ -275,7 +275,7 @@ def _digests(files: Sequence[RemoteFile]) -> dict[str, list[str]]:
 
 
 def _graphs_of(storage: Storage, files: Sequence[RemoteFile], name: str) -> Mapping[str, Part] | None:
-    """Returns the graphs of the remote record; None: there is no such record."""
+    """Returns the graphs of the remote record; None if it does not exist."""
     named = [file for file in files if file.name == f"{OWN}/{name}{SUFFIX}"]
     return next((record.graphs for record in records_at(storage, named) if record.graphs), None)
 

@@ -144,6 +144,6 @@ def decoded(data: bytes) -> ManifestRecord | None:
 
 
 def missing_files(folder: Path) -> tuple[str, ...] | None:
-    """Returns the missing or changed files of the record in ``folder``; None: there is no record."""
+    """Returns the missing or changed files of the record in ``folder``; None without a record."""
     record = read_record(folder / LOCK_FILE)
     return None if record is None else damaged(folder, record.files)

@@ -31,7 +31,7 @@ from workers.compiled.graph_sync import cache_of, pull_for, records_at
 from workers.compiled.host_sets import MANIFEST, Buildable, Tell, always, entry, peek, read_manifest
 from workers.compiled.manifest import LOCK_FILE, ManifestRecord, name_of, plain_of, read_record
 from workers.compiled.neuron_cache import RETRIED, EntryState, flags_of, is_stuck, listed_entries, read_entries
-from workers.compiled.orders import Built, Wanted, Working
+from workers.compiled.orders import NEEDS_DEVICE, Built, Wanted, Working
 from workers.compiled.prediction import ArtifactCandidate, Prediction, has_more_buckets, predict
 from workers.compiled.shared_sets import SharedSet, pull_or_log, set_location
 from workers.compiled.storage import describe, storage_at
@@ -307,7 +307,7 @@ def _counted(report: Callable[[Working], None], working: Working) -> Tell:
 def _needs_device(unit: Buildable) -> EngineLoadError:
     """Returns the error of a set that only a start compiles, on its cores."""
     message = f"{unit.manifest.get('engine')} can compile {unit.source} only on its cores, when a replica starts"
-    return EngineLoadError("compile-needs-device", message, "start a replica: its result is kept for later starts")
+    return EngineLoadError(NEEDS_DEVICE, message, "start a replica: its result is kept for later starts")
 
 
 def _add_remote_records(location: str, records: dict[str, ManifestRecord]) -> frozenset[str]:

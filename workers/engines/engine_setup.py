@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
 
@@ -41,11 +41,14 @@ class CheckpointSettings(msgspec.Struct, frozen=True):
         """Returns the settings of ``config``. Raises EngineLoadError without a checkpoint."""
         source_of(config)
         model = config.model
-        lengths = {"prefill_buckets": model.buckets.prefill, "decode_buckets": model.buckets.decode}
-        values = lengths | {"slots": model.max_batch}
+        values: dict[str, Any] = {
+            "slots": model.max_batch,
+            "prefill_buckets": model.buckets.prefill,
+            "decode_buckets": model.buckets.decode,
+        }
         for field in msgspec.structs.fields(cls):
-            if field.name not in values and (owner := config if hasattr(config, field.name) else model):
-                values[field.name] = getattr(owner, field.name, field.default)
+            if field.required and field.name not in values:  # what the configuration derives, such as a folder, first
+                values[field.name] = getattr(config if hasattr(config, field.name) else model, field.name)
         return msgspec.convert(values, cls)
 
 

@@ -174,10 +174,11 @@ def _started(targets: Iterable[ReplicaTarget], situation: Situation, epoch: int)
 def _restarted(decision: FleetDecision, epoch: int) -> tuple[FleetSnapshot, FleetDecision]:
     """Returns the end if every old replica that is left restarts where it is."""
     situation = decision.after.situation
+    versions = {name: desired.version for name, desired in situation.desired_models.items()}
     current = tuple(
-        replace(view, version=situation.desired_models[view.model].version, epoch=epoch)
+        view if view.version == versions[view.model] else replace(view, version=versions[view.model], epoch=epoch)
         for view in situation.views
-        if view.model in situation.desired_models
+        if view.model in versions
     )
     last = decide(_with_views(decision.after, current))
     return _with_views(last.after, _carried_out(last, epoch)[0]), last

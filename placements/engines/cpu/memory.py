@@ -11,7 +11,7 @@ SCORE_FAMILIES = frozenset({"bloom", "gptj"})
 them. For the others it holds the mask, which is the same for all heads."""
 
 SCORE_BYTES = 16
-"""Of each score: its number in fp32 before and after the softmax, with its mask (13 to 16 were measured)."""
+"""Bytes of each attention score: fp32 before and after the softmax, and its mask (13 to 16 were measured)."""
 
 CPU_COMPILE_GIB = 3.0
 """torch.compile without the model: two g++ processes at once, and torch's own graphs. Not measured for large models: a

@@ -16,7 +16,6 @@ CAPABILITIES = Capabilities(
     tokenizer="bytes",
     options=MappingProxyType({"step_ms": OptionRange(0, 3_600_000, whole=False)}),
     imports_long=False,
-    reads_checkpoint=False,
     penalizes=False,
     unused=ON_CPUS,
 )

@@ -96,7 +96,6 @@ CAPABILITIES = NxdCapabilities(
     options=MappingProxyType({"prefix_cache": None}),
     families=tuple(NXD_FAMILIES),
     stores_shards=True,
-    loads_compiled=True,
     quantize=("int8", "fp8"),
     quantize_kv=("fp8",),
     drafts=("draft_model",),

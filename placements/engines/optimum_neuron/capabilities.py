@@ -49,7 +49,6 @@ CAPABILITIES = OptimumCapabilities(
     options=MappingProxyType({"prefill_chunk_size": OptionRange(0, 1 << 24, whole=True)}),
     families=tuple(sorted({name for names in OPTIMUM_FAMILIES.values() for name in names})),
     stores_shards=True,
-    loads_compiled=True,
     exports_graphs=True,
     unused=(Unused(("buckets", "fuse_qkv", "compiler"), "remove {field}", ", which chooses it itself"),),
     absent="not in AWS's images; see docs/engines.md",

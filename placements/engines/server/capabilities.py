@@ -50,7 +50,6 @@ CAPABILITIES = Capabilities(
     runs_on="server",
     tokenizer=None,
     imports_long=False,
-    forwards=True,
     unused=(
         Unused(
             (

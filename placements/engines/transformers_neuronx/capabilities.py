@@ -191,7 +191,7 @@ class TnxCapabilities(Capabilities):
     def hides_settings(self, packages: Mapping[str, str]) -> bool:
         """A newer transformers hides ``rope_theta``."""
         first = packages.get("transformers", "").split(".")[0]
-        return self.distribution in packages and first.isdecimal() and int(first) >= _HIDES_ROPE
+        return self.requires[0] in packages and first.isdecimal() and int(first) >= _HIDES_ROPE
 
 
 CAPABILITIES = TnxCapabilities(

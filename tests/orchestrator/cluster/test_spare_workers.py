@@ -120,6 +120,6 @@ def test_a_ray_without_the_request_for_workers_is_not_asked_again(
 def test_a_request_that_a_raylet_does_not_answer_is_repeated(raylet: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be busy."""
     (node,) = ray.nodes()
-    monkeypatch.setattr(ray, "nodes", lambda: [{**node, "NodeManagerPort": 1}])  # nobody listens there
+    monkeypatch.setattr(ray, "nodes", lambda: [{**node, "NodeManagerPort": 1}])  # a closed port
     with pytest.raises(grpc.RpcError, match="UNAVAILABLE"):
         ray_workers.prestart("01000000", {})

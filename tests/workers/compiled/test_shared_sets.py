@@ -224,9 +224,9 @@ def test_a_rejected_entry_is_replaced_by_the_next_push(tmp_path: Path, damage: C
     with held(tmp_path / "b") as other:
         damage(Path(set_location(other.path.name, shared)))
         assert not shared_sets.pull(other, shared)
-    mended = make(tmp_path / "b")
-    assert shared_sets.push(mended, shared) > 0
-    assert shared_sets.push(mended, shared) == 0
+    repaired = make(tmp_path / "b")
+    assert shared_sets.push(repaired, shared) > 0
+    assert shared_sets.push(repaired, shared) == 0
     with held(tmp_path / "c") as third:
         assert shared_sets.pull(third, shared)
 

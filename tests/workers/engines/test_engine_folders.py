@@ -1,9 +1,7 @@
-"""An engine is one folder of the workers: its runner does what its capabilities say, and no other module names it."""
+"""An engine is one folder of the workers: its runner does what its capabilities say."""
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,35 +21,6 @@ FOLDERS = {engine.module for engine in ENGINES.values()}
 
 def config(engine: str, **fields: Any) -> ReplicaConfig:
     return replica_config(engine=engine, **fields)
-
-
-def _decided_by(node: ast.AST) -> Iterator[ast.AST]:
-    """Yields the parts of a comparison, a match, a mapping, a subscript or a set that decide by their value."""
-    if isinstance(node, ast.Compare):
-        yield from (node.left, *node.comparators)
-    elif isinstance(node, ast.MatchValue):
-        yield node.value
-    elif isinstance(node, ast.Dict):
-        yield from filter(None, node.keys)
-    elif isinstance(node, ast.Subscript):
-        yield node.slice
-    elif isinstance(node, ast.Set):
-        yield from node.elts
-
-
-def _named_engines(path: Path) -> set[str]:
-    """The engines by whose names a module decides."""
-    parts = (part for node in ast.walk(ast.parse(path.read_text())) for part in _decided_by(node))
-    constants = (node.value for part in parts for node in ast.walk(part) if isinstance(node, ast.Constant))
-    return {str(value) for value in constants if value in NAMES}
-
-
-def test_no_module_of_the_workers_decides_by_the_name_of_an_engine() -> None:
-    """Outside the engine's own folder: what differs is a field of its capabilities or of its runner."""
-    own = tuple(ENGINES_FOLDER / folder for folder in FOLDERS)
-    paths = [path for path in ENGINES_FOLDER.parent.rglob("*.py") if not any(map(path.is_relative_to, own))]
-    named = {str(path.relative_to(ENGINES_FOLDER.parent)): _named_engines(path) for path in paths}
-    assert {name: found for name, found in named.items() if found} == {}
 
 
 def test_the_engines_are_those_of_the_registry() -> None:
