@@ -6,9 +6,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from tests.orchestrator.elsewhere import alone as alone
 from tests.orchestrator.fakes import FakeCluster, Played, play
+from tests.replica_configs import changed
 from workers.host.interpreter import Interpreter
 from workers.messages.status import Failure
 
@@ -134,6 +136,22 @@ def test_later_replicas_load_the_same_content(cluster: FakeCluster, tmp_path: Pa
         await played.until(lambda: len(cluster.started) == 3, "it is started again", 60.0)
         await played.settled()
         assert folders(cluster) == [{"support": folder("support"), "legal": folder("legal")}] * 2
+
+    play(tmp_path, spec(SUPPORT), story, cluster=cluster)
+
+
+def test_new_adapters_of_a_replica_leave_the_pin_of_its_model(cluster: FakeCluster, tmp_path: Path) -> None:
+    """The replica may still run content that its version has lost."""
+
+    async def story(played: Played) -> None:
+        await played.settled()
+        pins, config = played.controller.state.pins, cluster.started[0]
+        source = config.origins["source"]
+        pins.pin(changed(config, origins={**config.origins, "source": replace(source, artifact="new", folder="")}))
+        await played.apply(spec(SUPPORT, LEGAL))
+        await played.settled()
+        artifacts = {key: origin.artifact for key, origin in pins.of(config).origins.items()}
+        assert (artifacts["source"], sorted(artifacts)) == ("new", ["adapters.legal", "adapters.support", "source"])
 
     play(tmp_path, spec(SUPPORT), story, cluster=cluster)
 

@@ -689,9 +689,17 @@ def test_a_checkpoint_is_not_evicted_while_it_is_compiled(tmp_path: Path, monkey
 
 
 def test_replicas_of_one_model_wait_for_one_compile() -> None:
-    """Fields of one replica do not matter; another dtype is compiled separately."""
+    """Fields of one replica do not matter; another setting, adapter or command is examined and compiled separately."""
     replica_config = config(Path("/models/m"))
     other = config(
         Path("/models/m"), replica=1, epoch=7, cores=[2, 3], env={"A": "1"}, token="t", log="/l", socket="/s"
     )
-    assert build_key(replica_config) == build_key(other) != build_key(config(Path("/models/m"), dtype="bf16"))
+    assert build_key(replica_config) == build_key(other)
+    different: list[dict[str, Any]] = [
+        {"dtype": "bf16"},
+        {"adapters": {"x": "/lora"}},
+        {"server_launch": ["./start"]},
+        {"compiled": "/c"},
+    ]
+    keys = {build_key(config(Path("/models/m"), **fields)) for fields in ({}, *different)}
+    assert len(keys) == 1 + len(different)

@@ -125,7 +125,7 @@ HOST = Host("inf2.48xlarge/0", TOPOLOGIES["inf2.48xlarge"], cpus=tuple(range(64)
 
 
 def configured(fields: dict[str, object]) -> tuple[ModelSpec, ReplicaConfig]:
-    """One model of the engine NxD Inference, and what its first replica is told, but for the version's name."""
+    """One model of the engine NxD Inference, and the configuration of its first replica without a version."""
     given = {"source": "./a", "engine": "nxd-inference", **fields}
     spec = read(json.dumps({"models": {"a": given}}))
     revision = Revision(number=1, cause="up", by="", text="", file="f", base_dir="/", of=None, plan={})

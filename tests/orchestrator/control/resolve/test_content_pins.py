@@ -6,15 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec.structs
-
 from orchestrator.control.effects import Survivor
 from orchestrator.control.journal.journal import Journal
 from orchestrator.control.journal.journal_records import Pin, Revision
 from tests.orchestrator.control.test_prefetch import spec
 from tests.orchestrator.elsewhere import alone as alone
 from tests.orchestrator.fakes import FakeCluster, Played, play, starting_fleet
-from tests.replica_configs import changed
 from workers.messages.replica_config import Origin
 
 SOURCE = "s3://models/one"
@@ -95,23 +92,3 @@ def test_a_new_fleet_resolves_its_sources_again(tmp_path: Path) -> None:
     journal.append(Revision(number=2, cause="up", **fields))
     assert not journal.state().pins
     journal.close()
-
-
-@starting_fleet(spec())
-async def test_new_adapters_of_an_old_replica_leave_the_pin_of_its_model(played: Played) -> None:
-    """It may still run content that the version has lost."""
-    await played.settled()
-    pins = played.controller.state.pins
-    (old,) = [replica.config for replica in played.cluster.living()]
-    source = old.origins["source"]
-    pins.pin(changed(old, origins={"source": msgspec.structs.replace(source, artifact="new", folder="")}))
-    adapter = Origin(source="s3://lora/x", artifact="a", folder="/store/a")
-
-    running = pins.pinned(changed(old, origins={"source": source, "adapters.x": adapter}))
-    pins.pin_adapters(running)
-
-    assert running.origins == {"source": source, "adapters.x": adapter}
-    assert {key: origin.artifact for key, origin in pins.of(old).origins.items()} == {
-        "source": "new",
-        "adapters.x": "a",
-    }
