@@ -96,15 +96,18 @@ class Gateway:
         self.sagemaker = SageMaker(controller, self.served, self._invoked, limited=settings.sagemaker)
 
     async def report(self) -> None:
-        """Reports the demand to the controller once a second, until cancelled. Reports are lost while it is down; each
-        report states how long it covers."""
+        """Reports the demand to the controller once a second, until cancelled; without demand every fifth second, or
+        when the gateway becomes ready or unready. Reports are lost while the controller is down; each report states
+        how long it covers."""
         heard_at = reported_at = time.monotonic()
         quiet = 0
+        before = ("", "")  # address and cause of unreadiness in the last report that was sent
         for number in itertools.count(1):
             await asyncio.sleep(REPORT_S)
             now = time.monotonic()
             report, busy = self.served.demand(number, now - reported_at, now)
-            quiet = 0 if busy else quiet + 1
+            serves = (self._settings.url if self.listens else "", self._unready() or "")
+            quiet = 0 if busy or serves != before else quiet + 1
             if quiet > 1 and quiet % QUIET_REPORTS:  # the first quiet one resets the last busy one
                 continue
             reported_at = now
@@ -114,8 +117,8 @@ class Gateway:
                 report,
                 place=self._settings.place,
                 version=corewright_version(),
-                address=self._settings.url if self.listens else "",
-                unready=self._unready() or "",
+                address=serves[0],
+                unready=serves[1],
                 routes_age_s=None if age_s is None else round(age_s, 3),
                 loads=self.metrics.loads(),
                 requests=self._log.live(self.served.queues.values()),
@@ -129,7 +132,7 @@ class Gateway:
                     self._limits.charge((), self.gate.keys, now)
                 log.warning("cannot report the demand to the controller: %s", error)
             else:
-                heard_at = now
+                heard_at, before = now, serves
                 self._follow(reply)
                 self._limits.charge(reply.usage, self.gate.keys, time.monotonic())
             self._log.write(now)

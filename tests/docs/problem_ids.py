@@ -122,11 +122,24 @@ def names_in(node: ast.AST) -> set[str]:
     return {item.id for item in ast.walk(node) if isinstance(item, ast.Name)}
 
 
+@cache
+def constants() -> dict[str, set[str]]:
+    """The ids that a constant of any module holds, by its name: `NEEDS_DEVICE = "compile-needs-device"`."""
+    assigned = (node for source in sources().values() for node in source.others if isinstance(node, ast.Assign))
+    return {
+        target.id: kebabs(node.value)
+        for node in assigned
+        for target in node.targets
+        if isinstance(target, ast.Name) and target.id.isupper() and isinstance(node.value, ast.Constant)
+    }
+
+
 def choices(id: ast.expr, function: Function) -> set[str]:
-    """The ids that an expression can give: its own constants, or the values of a mapping that it looks them up in."""
+    """The ids that an expression can give: its own constants, those of a module, or the values of a mapping that it
+    looks them up in."""
     names = names_in(id)
     bound = [kebabs(value) for target, value in function.bindings if names & names_in(target)]
-    return kebabs(id).union(*bound)
+    return kebabs(id).union(*bound, *(constants()[name] for name in names if name in constants()))
 
 
 def ids_made_in(function: Function) -> set[str]:

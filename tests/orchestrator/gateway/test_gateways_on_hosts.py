@@ -62,6 +62,23 @@ def test_a_gateway_has_the_keys_of_the_controller(served: Served, tmp_path: Path
         gateway.close()
 
 
+def test_a_quiet_gateway_tells_the_controller_at_once_that_it_is_ready(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the console's playground would find no gateway of a fleet that is ready."""
+    monkeypatch.setattr(app, "QUIET_REPORTS", 10**6)  # no other reports of a gateway without requests
+    gateway = LiveGateway(**PLACE)
+    reports = gateway.controller.reports
+    try:
+        gateway.serve(routes("m", served), ready=False)
+        until(lambda: reports and reports[-1].unready == "not ready", 10, "it reports that it is not ready")
+        gateway.controller.change(ready=True)
+        until(lambda: not reports[-1].unready, 10, "it reports that it is ready")
+        assert reports[-1].address == gateway.url
+    finally:
+        gateway.close()
+
+
 def test_a_new_gateway_without_the_controller_has_the_keys_and_routes_of_its_machine(
     served: Served, tmp_path: Path
 ) -> None:
