@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import chain, combinations
 
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from placements.facts.core_range import CoreRange
@@ -81,20 +81,18 @@ def test_masks_and_shares_are_within_the_cpus_of_the_process(spec: Spec, machine
 
 
 @quick
-@given(st.integers(0, 191), st.sampled_from(sorted(DEGREES["inf2"])), st.data())
-@example(8, 2, None)
-def test_cpus_are_on_the_nodes_of_the_devices(reserve: int, tp: int, data: st.DataObject | None) -> None:
-    """At least 95 % on an inf2.48xlarge, on every legal range with every reserve, for all threads that fit."""
-    host = Host("h", TOPOLOGIES[BIG], tuple(range(192)), reserve)
-    layout = LAYOUTS[BIG]
-    starts = range(0, 24 - tp + 1, alignment("inf2", tp).legal)
-    for first in starts if data is None else [data.draw(st.sampled_from(starts))]:
-        cores = CoreRange.of_length(first, tp)
-        nodes = {layout.device_nodes[core // 2] for core in cores}
-        mask = cpu_mask(host, cores, threads("share", tp, host))
-        assert mask or len(host.physical_cores) * tp < 24
-        near = [i for i in physical(host, mask) if layout.nodes[i] in nodes]
-        assert len(near) >= 0.95 * len(physical(host, mask))
+@given(st.sampled_from(sorted(LAYOUTS)), st.integers(0, 127))
+def test_cpus_are_on_the_nodes_of_the_devices(instance: str, reserve: int) -> None:
+    """At least 95 % of those of each legal range, with any reserve, if the range has a physical core."""
+    host = Host("h", TOPOLOGIES[instance], tuple(range(TOPOLOGIES[instance].vcpus)), reserve)
+    layout, per_device = LAYOUTS[instance], TOPOLOGIES[instance].cores_per_device
+    for tp in DEGREES[instance[:4]]:
+        for first in range(0, host.cores - tp + 1, alignment(instance[:4], tp).legal):
+            cores = CoreRange.of_length(first, tp)
+            nodes = {layout.device_nodes[core // per_device] for core in cores}
+            bound = physical(host, cpu_mask(host, cores, threads("share", tp, host)))
+            assert bound or len(host.physical_cores) * tp < host.cores
+            assert sum(layout.nodes[core] in nodes for core in bound) >= 0.95 * len(bound)
 
 
 @quick
