@@ -31,7 +31,7 @@ def threads(policy: Policy, tp_degree: int, host: Host) -> int:
 
 
 def arithmetic(policy: Policy, tp_degree: int, host: Host) -> str:
-    """Returns the arithmetic of ``threads`` as text: "floor(92 physical cores x 8 / 24) x 2 = 60", and if each CPU is a
+    """Returns the arithmetic of ``threads`` as text: "floor(92 CPU cores x 8 / 24) x 2 = 60", and if each CPU is a
     physical core "floor((64 - 4) x 8 / 24) = 20"."""
     result = threads(policy, tp_degree, host)
     if isinstance(policy, int):
@@ -46,7 +46,7 @@ def arithmetic(policy: Policy, tp_degree: int, host: Host) -> str:
     rounded = ", at least 1" if floor < 1 else ""
     if siblings <= 1:
         return f"floor({budget} x {tp_degree} / {host.cores}) = {floor}{rounded}"
-    return f"floor({physical} physical cores x {tp_degree} / {host.cores}) x {siblings} = {floor * siblings}{rounded}"
+    return f"floor({physical} CPU cores x {tp_degree} / {host.cores}) x {siblings} = {floor * siblings}{rounded}"
 
 
 def cpu_mask(host: Host, cores: CoreRange | None, count: int) -> tuple[int, ...]:

@@ -210,7 +210,7 @@ def host(threads: int, *lines: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-CHAT_LINE = thread_line("chat", 2, 60, "floor(92 physical cores x 8 / 24) x 2 = 60")
+CHAT_LINE = thread_line("chat", 2, 60, "floor(92 CPU cores x 8 / 24) x 2 = 60")
 SPEED = {
     "model": "chat",
     "tokens_per_s": 400.0,
@@ -229,7 +229,7 @@ PLAN: dict[str, Any] = {
     "revision": 3,
     "placements": [placement(*placed) for placed in PLACED],
     "moves": [],
-    "hosts": [host(126, CHAT_LINE, thread_line("small", 1, 6, "floor(92 physical cores x 1 / 24) x 2 = 6"))],
+    "hosts": [host(126, CHAT_LINE, thread_line("small", 1, 6, "floor(92 CPU cores x 1 / 24) x 2 = 6"))],
     "memory": [],
     "speeds": [SPEED],
     "hosts_to_add": [],
@@ -295,7 +295,7 @@ WINDOW: dict[str, Any] = {
     ],
     "load_s": 4.2,
     "placements": [placement("chat", 0, "0-7", 60), placement("small", 0, "16", 6)],
-    "hosts": [host(66, thread_line("chat", 1, 60, "floor(92 physical cores x 8 / 24) x 2 = 60"))],
+    "hosts": [host(66, thread_line("chat", 1, 60, "floor(92 CPU cores x 8 / 24) x 2 = 60"))],
     "problems": [],
 }
 EXPLAINED: dict[str, Any] = {

@@ -24,8 +24,8 @@ def test_the_threads_of_a_host_are_those_of_its_replicas() -> None:
     (host,) = booked(spec(model("a", 8, replicas=2), model("b", 2))).hosts
     rows = {line.model: (line.replicas, line.each, line.arithmetic, line.together) for line in host.threads}
     assert rows == {
-        "a": (2, 60, "floor(92 physical cores x 8 / 24) x 2 = 60", 120),
-        "b": (1, 14, "floor(92 physical cores x 2 / 24) x 2 = 14", 14),
+        "a": (2, 60, "floor(92 CPU cores x 8 / 24) x 2 = 60", 120),
+        "b": (1, 14, "floor(92 CPU cores x 2 / 24) x 2 = 14", 14),
     }
     assert host.as_dict()["threads"] == 134
 

@@ -13,7 +13,7 @@ BIG = host()
 
 @pytest.mark.parametrize(("tp", "count"), [(1, 6), (2, 14), (4, 30), (8, 60), (12, 92), (24, 184)])
 def test_a_replica_gets_its_share_of_the_cpus(tp: int, count: int) -> None:
-    """floor(92 physical cores x tp / 24), of two CPUs each, on an inf2.48xlarge."""
+    """floor(92 CPU cores x tp / 24), of two CPUs each, on an inf2.48xlarge."""
     assert threads("share", tp, BIG) == count
 
 
@@ -45,7 +45,7 @@ def test_without_cores_tp_degree_counts_cpus_within_the_budget() -> None:
 @pytest.mark.parametrize(
     ("policy", "tp", "on", "text"),
     [
-        ("share", 8, BIG, "floor(92 physical cores x 8 / 24) x 2 = 60"),
+        ("share", 8, BIG, "floor(92 CPU cores x 8 / 24) x 2 = 60"),
         ("share", 8, host("inf2.24xlarge", cpus=96, reserve=4), "floor((96 - 4) x 8 / 12) = 61"),
         ("share", 1, host(cpus=2, reserve=0), "floor((2 - 0) x 1 / 24) = 0, at least 1"),
         ("lmi", 4, BIG, "2 x 4 = 8"),

@@ -13,12 +13,12 @@ from placements.facts.cpu_layout import LAYOUTS, CpuLayout
 from placements.facts.topology import DEGREES, TOPOLOGIES, Host, Machine, alignment
 from placements.planner.plan import plan
 from placements.planner.spec_hosts import hosts_for
-from placements.resources.environ import cpu_mask, threads
-from placements.spec.schema import HostsSpec, ModelSpec, Spec
+from placements.resources.environ import Policy, cpu_mask, threads
+from placements.spec.schema import HostsSpec, ModelSpec, Reserve, Spec
 from tests.searches import EXAMPLES, search
 
 BIG = "inf2.48xlarge"
-quick = search(200, derandomize=not EXAMPLES)
+quick = search(100, derandomize=not EXAMPLES)
 
 
 @st.composite
@@ -43,9 +43,9 @@ def machines(draw: st.DrawFn) -> Machine:
 def specs(draw: st.DrawFn) -> Spec:
     """Models that leave no place on a host, or only some; on the machine, or on emulated hosts."""
     sizes = draw(st.lists(st.sampled_from(sorted(DEGREES["inf2"])), min_size=1, max_size=24))
-    counts = st.sampled_from(["share", "share", "lmi", 2])
+    counts: st.SearchStrategy[Policy] = st.sampled_from(["share", "share", "lmi", 2])
     models = [ModelSpec(name=f"m{i}", source="./m", tp_degree=tp, threads=draw(counts)) for i, tp in enumerate(sizes)]
-    reserve = {"vcpus": draw(st.sampled_from([None, 0, 1, 3]))}
+    reserve = Reserve(vcpus=draw(st.sampled_from([None, 0, 1, 3])))
     wish = HostsSpec(emulate=BIG, count=draw(st.integers(1, 3)), reserve=reserve)
     return Spec(models=tuple(models), hosts=draw(st.sampled_from([(), (wish,)])))
 

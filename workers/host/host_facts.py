@@ -88,7 +88,8 @@ def cpu_layout(system: Path | None = None) -> CpuLayout | None:
     The NUMA nodes of Neuron devices are not in it: the driver's devices are virtual, so that the kernel lists none.
     """
     system = system or host_root() / "sys/devices/system"
-    siblings, node_of = set(), {}
+    siblings = set()
+    node_of: dict[int, int] = {}
     try:
         for path in system.glob("cpu/cpu[0-9]*/topology/thread_siblings_list"):
             siblings.add(parse_cpulist(path.read_text().strip()))
