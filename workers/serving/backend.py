@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -78,6 +79,20 @@ def open_backend(config: ReplicaConfig, claim: CoreClaim | None, emit: Callable[
     tokenizer = load_tokenizer(config.model.engine, config.source)
     START.end("tokenizer")
     return Batcher(engine, tokenizer, emit)
+
+
+@contextlib.contextmanager
+def opened(config: ReplicaConfig, emit: Callable[[list[TokenEvent]], None]) -> Iterator[Backend]:
+    """Claims the cores as a replica does, loads the model, and yields its backend; at the end it is closed and the
+    cores are released. Raises CoresTaken, EngineLoadError and the engine's own errors."""
+    place = config.place
+    with contextlib.ExitStack() as resources:
+        claim = CoreClaim(Path(place.claims), place.cores) if place.claims and place.cores else None
+        if claim is not None:
+            resources.callback(claim.release)
+        backend = open_backend(config, claim, emit)
+        resources.callback(backend.close)
+        yield backend
 
 
 log = logging.getLogger(__name__)

@@ -1,0 +1,1 @@
+"""What `corewright verify` measures on a machine, claim by claim."""
