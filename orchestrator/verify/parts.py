@@ -28,7 +28,6 @@ from placements.facts.core_range import CoreRange
 from placements.facts.topology import TOPOLOGIES, Host
 from placements.resources.calibration import shape_of
 from placements.resources.estimate import LOAD_BYTES_S, speed
-from placements.resources.host_memory import host_memory
 from placements.resources.measured_times import LEAST_REQUESTS, LEAST_TOKENS, PACE, Times, length_class, note, speeds_of
 from placements.resources.memory import estimate
 from placements.spec.problems import Problem
@@ -50,7 +49,7 @@ READ_BYTES = 256 * 2**20  # of the disk; written first
 TOKENS = 12  # of an answer that is compared
 LONG = (512, 4096)  # tokens of long prompts
 BUCKETS = (16, 32, 64)
-TOO_LARGE = {"max_batch": 4096, "max_len": 8192}  # 128 GiB of KV cache in float32
+TOO_LARGE = {"max_batch": 1024, "max_len": 8192}  # with 64 heads 256 GiB of KV cache in float32
 KILL_AFTER_S = 3.0  # of a compile
 VARY = 37  # a prompt's ids, which all differ from their neighbours
 FIRST_ID, IDS = 8, 480  # of the tokenizer's ordinary tokens
@@ -121,7 +120,7 @@ def trials_for(engine: str, host: Host, free: Sequence[int], extent: Extent) -> 
     long = {"max_len": extent.longest + 2 * TOKENS, "max_batch": 1}
     made = [Trial("base", cores=first, fields=buckets)]
     made += [Trial(f"family-{name}", name, cores=first, fields=buckets) for name in served]
-    made += [Trial("long", cores=first, fields=long), Trial("too-large", cores=first, fields=TOO_LARGE)]
+    made += [Trial("long", cores=first, fields=long), Trial("too-large", heads=64, cores=first, fields=TOO_LARGE)]
     compiled = {"engine_options": {"compile": True}} if "compile" in ability.options else {}
     made += [Trial("compiled", cores=first, fields=buckets | compiled)]
     if ability.drafts:
@@ -400,9 +399,13 @@ def _damaged(stand: Stand, placed: Placed, folder: Path) -> Verdict:
 
 def faults(stand: Stand) -> Iterator[Verdict]:
     """Loads a model that does not fit, and lists what failed in all parts without being recognized."""
-    run = stand.run("too-large", [[ask("a", prompt(9))]])
-    refused = run.failure is not None and run.failure.id not in VAGUE
-    yield proved("too-large", refused, trouble(run) or "it was loaded, and has answered")
+    run, placed = stand.run("too-large", [[ask("a", prompt(9))]]), stand.placed("too-large")
+    room = psutil.virtual_memory().total / GIB
+    if run.failure is None and isinstance(placed, Placed) and placed.needs_gib < room:
+        yield not_run("too-large", f"this host has room for it: it has {room:.0f} GiB of memory")
+    else:
+        refused = run.failure is not None and run.failure.id not in VAGUE
+        yield proved("too-large", refused, trouble(run) or "it was loaded, and has answered")
     unknown = sorted({f"{failure.id}: {failure.what}" for failure in stand.failures if failure.id in VAGUE})
     yield proved("texts-known", not unknown, "; ".join(unknown) or f"{len(stand.failures)} failures", texts=unknown)
 
@@ -423,8 +426,7 @@ def memory(stand: Stand) -> Iterator[Verdict]:
     if trouble(run) or isinstance(placed, Failure) or placed.checkpoint is None:
         yield proved("host-estimate", False, trouble(run) or "its checkpoint cannot be read")
         return
-    model, engine = placed.model, placed.config.model.engine
-    allowed = host_memory(model, placed.checkpoint, engine).load
+    model, engine, allowed = placed.model, placed.config.model.engine, placed.needs_gib
     found = f"{run.peak_gib:.2f} GiB, `plan` says {allowed:.2f}"
     yield proved("host-estimate", run.peak_gib <= allowed, found, gib=round(run.peak_gib, 3))
     if not sum(used):
@@ -484,11 +486,11 @@ def pinning(stand: Stand, extent: Extent) -> Iterator[Verdict]:
     groups = [[ask(f"steps {i}", prompt(9, seed=i), 100)] for i in range(extent.rounds)]
     for length in BUCKETS:
         for i in range(extent.rounds):
-            groups += [[ask(f"alone {length} {i}", prompt(length, seed=i), 1)]]
+            groups += [[ask(f"alone {length} {i}", prompt(length, seed=100 + length + i), 1)]]
             groups += [
                 [
-                    ask(f"stream {length} {i}", prompt(9, seed=i), 60),
-                    ask(f"beside {length} {i}", prompt(length, seed=i + 50), 1, after=20),
+                    ask(f"stream {length} {i}", prompt(9, seed=300 + length + i), 60),
+                    ask(f"beside {length} {i}", prompt(length, seed=200 + length + i), 1, after=20),
                 ]
             ]
     run = stand.run("base", groups)

@@ -20,6 +20,7 @@ from orchestrator.process.home import Home
 from orchestrator.verify.trials import Trial, spec_text
 from placements.facts.checkpoints import Checkpoint
 from placements.facts.topology import Host
+from placements.resources.host_memory import host_memory
 from placements.spec.schema import ModelSpec
 from workers.artifacts.fetch.progress import Progress
 from workers.compiled import preparation
@@ -58,6 +59,11 @@ class Placed:
     model: ModelSpec
     checkpoint: Checkpoint | None
     hosts: tuple[Host, ...]
+
+    @property
+    def needs_gib(self) -> float:
+        """The host memory that `plan` expects it to need, in GiB; 0.0 if its checkpoint was not read."""
+        return 0.0 if self.checkpoint is None else host_memory(self.model, self.checkpoint, self.config.model.engine).load
 
     def at(self, compiled: str, env: Mapping[str, str] | None = None) -> Placed:
         """Returns the trial with another folder of compiled artifacts, and other variables of its process."""

@@ -63,8 +63,7 @@ def host_of(file: SpecFile | None) -> Host:
         file = examine(text, "verify", ".", this_machine())
     error = next((problem for problem in file.problems if problem.severity == "error"), None)
     if error is not None or not file.hosts:
-        why = error or Problem("no-hosts", "error", "", f"{file.name} has no hosts")
-        raise Failed(why.id, why.what, why.hint)
+        raise Failed.of(error) if error else Failed("verify-refused", f"{file.name} has no hosts", "name one in `hosts`")
     return file.hosts[0]
 
 
