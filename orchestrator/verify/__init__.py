@@ -1,1 +1,1 @@
-"""What `corewright verify` measures on a machine, claim by claim."""
+"""Proves or refutes on a machine what plans and docs assume of it."""

@@ -11,7 +11,7 @@ Part = Literal["facts", "runtime", "engines", "compiler", "memory", "faults", "p
 Result = Literal["proved", "refuted", "not run"]
 
 
-class Claim(NamedTuple):
+class Statement(NamedTuple):
     """A statement of our documentation or code about a machine, which a measurement can refute."""
 
     id: str
@@ -19,40 +19,46 @@ class Claim(NamedTuple):
     text: str
 
 
-CLAIMS: Mapping[str, Claim] = MappingProxyType(
+CLAIMS: Mapping[str, Statement] = MappingProxyType(
     {
         claim.id: claim
         for claim in (
-            Claim("doctor", "facts", "`corewright doctor` finds no problem"),
-            Claim("devices", "facts", "the machine has the devices and cores of its instance type"),
-            Claim("host-memory", "facts", "its host memory is at least 95 % of the instance type's"),
-            Claim("open-files", "facts", "a process may open 65,536 files"),
-            Claim("disk-rate", "facts", "model files are read at the rate that load times assume"),
-            Claim("claim", "runtime", "a process can claim free cores"),
-            Claim("double-claim", "runtime", "a second process is refused these cores, with a text that is recognized"),
-            Claim("claim-after-kill", "runtime", "the cores of a process are free within 2 s after its SIGKILL"),
-            Claim("degrees", "runtime", "each documented degree loads and answers on the cores that `plan` may choose"),
-            Claim("tokens", "engines", "greedy answers are the most probable ones by transformers in float32"),
-            Claim("logprobs", "engines", "log probabilities are those of transformers in float32"),
-            Claim("bucket-edges", "engines", "prompts one token shorter and longer than a bucket change no answer"),
-            Claim("batch", "engines", "an answer is the same alone and beside others"),
-            Claim("prefix-cache", "engines", "an answer is the same after a prompt with the same beginning"),
-            Claim("draft", "engines", "an answer is the same with a draft model"),
-            Claim("seed", "engines", "a sampled answer is the same with the same seed"),
-            Claim("top-k-1", "engines", "sampling with top_k 1 is greedy"),
-            Claim("long-prompt", "engines", "prompts of 512 and 4,096 tokens are answered as transformers does"),
-            Claim("compile-killed", "compiler", "a killed compile leaves nothing that a start takes for complete"),
-            Claim("compile-failed", "compiler", "a compile that fails is not repeated"),
-            Claim("host-estimate", "memory", "a replica needs no more host memory than `plan` says"),
-            Claim("hbm-estimate", "memory", "a replica needs no more HBM than `plan` says"),
-            Claim("too-large", "faults", "a model that does not fit is refused before or by its load, with the reason"),
-            Claim(
-                "damaged-artifact", "faults", "a damaged compiled artifact is refused or compiled again, never served"
+            Statement("doctor", "facts", "`corewright doctor` finds no problem"),
+            Statement("devices", "facts", "the machine has the devices and cores of its instance type"),
+            Statement("host-memory", "facts", "its host memory is at least 95 % of the instance type's"),
+            Statement("open-files", "facts", "a process may open 65,536 files"),
+            Statement("disk-rate", "facts", "model files are read at the rate that load times assume"),
+            Statement("claim", "runtime", "a process can claim free cores"),
+            Statement(
+                "double-claim", "runtime", "a second process is refused these cores, with a text that is recognized"
             ),
-            Claim("texts-known", "faults", "every failure that was seen has an id of its own"),
-            Claim("pinning", "pinning", "a replica on its planned CPUs decodes as fast as one on all, within 10 %"),
-            Claim("held-up", "pinning", "a prefill holds other slots up for its own time and two steps, within 50 %"),
-            Claim(
+            Statement("claim-after-kill", "runtime", "the cores of a process are free within 2 s after its SIGKILL"),
+            Statement(
+                "degrees", "runtime", "each documented degree loads and answers on the cores that `plan` may choose"
+            ),
+            Statement("tokens", "engines", "greedy answers are the most probable ones by transformers in float32"),
+            Statement("logprobs", "engines", "log probabilities are those of transformers in float32"),
+            Statement("bucket-edges", "engines", "so are those to prompts one token shorter and longer than a bucket"),
+            Statement("batch", "engines", "so are answers beside others in a batch"),
+            Statement("prefix-cache", "engines", "so are answers to prompts whose beginning is cached"),
+            Statement("draft", "engines", "so are answers with a draft model"),
+            Statement("seed", "engines", "a sampled answer is the same with the same seed"),
+            Statement("top-k-1", "engines", "sampling with top_k 1 is greedy"),
+            Statement("long-prompt", "engines", "so are answers to prompts of 512 and 4,096 tokens"),
+            Statement("compile-killed", "compiler", "a killed compile leaves nothing that a start takes for complete"),
+            Statement("compile-failed", "compiler", "a compile that fails is not repeated"),
+            Statement("host-estimate", "memory", "a replica needs no more host memory than `plan` says"),
+            Statement("hbm-estimate", "memory", "a replica needs no more HBM than `plan` says"),
+            Statement(
+                "too-large", "faults", "a model that does not fit is refused before or by its load, with the reason"
+            ),
+            Statement("damaged-artifact", "faults", "a damaged graph is refused or compiled again, never served"),
+            Statement("texts-known", "faults", "every failure that was seen has an id of its own"),
+            Statement("pinning", "pinning", "a replica on its planned CPUs decodes as fast as one on all, within 10 %"),
+            Statement(
+                "held-up", "pinning", "a prefill holds other slots up for its own time and two steps, within 50 %"
+            ),
+            Statement(
                 "speeds", "speeds", "decoding steps of the spec's models take what `plan` estimates, within its error"
             ),
         )

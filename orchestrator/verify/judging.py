@@ -39,23 +39,28 @@ def same_answers(claim: str, subject: str, pairs: Sequence[tuple[str, TimedAnswe
     return proved(claim, not differing, "; ".join(differing) or f"{len(pairs)} answers are equal", subject)
 
 
-def scored(
-    claim: str, subject: str, dtype: Dtype, rows: Sequence[tuple[TimedAnswer, Sequence[float], Sequence[float]]]
-) -> list[Verdict]:
-    """Returns whether greedy answers are the most probable ones (``claim``), and whether their log probabilities are
-    the reference's. Each row is an answer with its scores, own and best, as in `tiny_models.Scores`."""
+ScoredRow = tuple[TimedAnswer, Sequence[float], Sequence[float]]
+"""An answer, and for each of its tokens the reference's log probability and that of the most probable token there."""
+
+
+def scored(claim: str, subject: str, dtype: Dtype, rows: Sequence[ScoredRow]) -> Verdict:
+    """Returns whether greedy answers are the most probable ones."""
     tolerance = TOLERANCE[dtype]
     failed = [f"{answer.id}: {answer.error or answer.finish}" for answer, _, _ in rows if not answer.token_ids]
     behind = [top - each for _, own, best in rows for each, top in zip(own, best, strict=True)]
     worst = max(behind, default=0.0)
     found = f"{len(behind)} tokens, at most {worst:.3f} less probable than the best (allowed {tolerance})"
     holds = not failed and bool(behind) and worst <= tolerance
-    verdicts = [proved(claim, holds, "; ".join(failed) or found, subject, tokens=len(behind), worst=round(worst, 5))]
+    return proved(claim, holds, "; ".join(failed) or found, subject, tokens=len(behind), worst=round(worst, 5))
+
+
+def same_logprobs(subject: str, dtype: Dtype, rows: Sequence[ScoredRow]) -> Verdict:
+    """Returns whether the log probabilities in answers are the reference's."""
     off = [abs(a - b) for answer, own, _ in rows if answer.logprobs for a, b in zip(answer.logprobs, own, strict=True)]
-    if off:
-        said = f"they differ by at most {max(off):.4f} (allowed {tolerance})"
-        verdicts.append(proved("logprobs", max(off) <= tolerance, said, subject, worst=round(max(off), 5)))
-    return verdicts
+    if not off:
+        return not_run("logprobs", "the engine gives none", subject)
+    found = f"they differ by at most {max(off):.4f} (allowed {TOLERANCE[dtype]})"
+    return proved("logprobs", max(off) <= TOLERANCE[dtype], found, subject, worst=round(max(off), 5))
 
 
 def paces(answer: TimedAnswer) -> list[float]:
@@ -70,8 +75,9 @@ def step_s(answers: Sequence[TimedAnswer]) -> float:
 
 
 def held_up(subject: str, length: int, alone: Sequence[float], gaps: Sequence[float], step: float) -> Verdict:
-    """Returns for how long prefills of ``length`` tokens stall another slot: the longest gap of its answer in each
-    round (``gaps``), beside the times to the first token of such prompts ``alone``, and the median ``step``; in seconds."""
+    """Returns whether prefills of ``length`` tokens stall another slot for their own time: ``gaps`` has the longest gap
+    of its answer in each round, ``alone`` the times to the first token of such prompts; ``step`` is the median step. In
+    seconds."""
     if not alone or not gaps:
         return not_run("held-up", "no answers to measure", subject)
     prefill, gap = median(alone), median(gaps)

@@ -8,19 +8,30 @@ import resource
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
+from typing import Any, NamedTuple
 
 import psutil
 
 from orchestrator.control.resolve.spec_file import SpecFile
-from orchestrator.control.speed_measurement import SpeedRecord
+from orchestrator.process.speed_record import SpeedRecord
 from orchestrator.verify.claims import Verdict, not_run, proved
-from orchestrator.verify.judging import first_difference, held_up, paces, pinned, same_answers, scored, step_s
-from orchestrator.verify.stand import MAX_CLAIM_S, Placed, Run, Stand
-from orchestrator.verify.trials import FAMILIES, Trial, degrees, starts
+from orchestrator.verify.judging import (
+    ScoredRow,
+    first_difference,
+    held_up,
+    paces,
+    pinned,
+    same_answers,
+    same_logprobs,
+    scored,
+    step_s,
+)
+from orchestrator.verify.stand import MAX_CLAIM_S, Placed, Stand, TrialRun
+from orchestrator.verify.trials import FAMILIES, TinyTrial, degrees, starts
 from placements.engines.capabilities import Dtype
 from placements.engines.memory import GIB
 from placements.engines.registry import capabilities, takes_cores
@@ -50,7 +61,9 @@ TOKENS = 12  # of an answer that is compared
 LONG = (512, 4096)  # tokens of long prompts
 BUCKETS = (16, 32, 64)
 TOO_LARGE = {"max_batch": 1024, "max_len": 8192}  # with 64 heads 256 GiB of KV cache in float32
+NO_OPTION = "--no-such-option"  # of neuronx-cc
 KILL_AFTER_S = 3.0  # of a compile
+WEIGHTS = (".safetensors", ".bin")  # shards of cores, which no engine checks
 VARY = 37  # a prompt's ids, which all differ from their neighbours
 FIRST_ID, IDS = 8, 480  # of the tokenizer's ordinary tokens
 
@@ -74,65 +87,53 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return [FIRST_ID + (seed * 101 + VARY * i + i * i) % IDS for i in range(length)]
 
 
-def ask(
-    id: str,
-    ids: Sequence[int],
-    tokens: int = TOKENS,
-    *,
-    after: int = 0,
-    logprobs: bool = False,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    seed: int | None = None,
-) -> TimedRequest:
-    """Returns a request for so many tokens, greedy by default."""
-    request = GenerateRequest(
-        id=id,
-        prompt_ids=list(ids),
-        max_tokens=tokens,
-        ignore_eos=True,
-        logprobs=0 if logprobs else None,
-        temperature=temperature,
-        top_k=top_k,
-        seed=seed,
-    )
+def ask(id: str, ids: Sequence[int], tokens: int = TOKENS, *, after: int = 0, **fields: Any) -> TimedRequest:
+    """Returns a request for so many tokens, greedy unless ``fields`` of GenerateRequest say otherwise; ``after``: as in
+    `TimedRequest`."""
+    settings = {"temperature": 0.0, **fields}
+    request = GenerateRequest(id=id, prompt_ids=list(ids), max_tokens=tokens, ignore_eos=True, **settings)
     return TimedRequest(request=request, after=after)
 
 
 # The trials
 
 
-def trials_for(engine: str, host: Host, free: Sequence[int], extent: Extent) -> list[Trial]:
+def trials_for(engine: str, host: Host, free: Sequence[int], extent: Extent) -> list[TinyTrial]:
     """Returns the models that the parts load on free cores; each is named after what it is for."""
     topology, ability = host.topology, capabilities(engine)
-    buckets = {"buckets": {"prefill": list(BUCKETS)}} if ability.runs_on != "cpus" else {}
     if topology is None or not takes_cores(engine, host):
-        places: Callable[[int], list[CoreRange | None]] = lambda tp: [None]  # noqa: E731
-        known = [1]
+        places: dict[int, list[CoreRange | None]] = {1: [None]}
     else:
-        places = lambda tp: list(starts(topology, tp, free, every=extent.every_start))  # noqa: E731
-        known = [tp for tp in degrees(topology) if places(tp)]
-    if not known:
+        every = {tp: starts(topology, tp, free, every=extent.every_start) for tp in degrees(topology)}
+        places = {tp: list(ranges) for tp, ranges in every.items() if ranges}
+    if not places:
         return []
-    tp = 2 if 2 in known else known[0]
-    first = places(tp)[0]
-    served = [name for name in FAMILIES if ability.serves(Trial("", name).model_type)]
+    first = places.get(2, next(iter(places.values())))[0]
+    fixed = {field for unused in ability.unused for field in unused.fields}
+    shaped = {} if ability.runs_on == "cpus" or "buckets" in fixed else {"buckets": {"prefill": list(BUCKETS)}}
+    compiled = {**shaped, "engine_options": {"compile": True}} if "compile" in ability.options else shaped
+    wrong = compiled if "compiler" in fixed else {**compiled, "compiler": {"flags": NO_OPTION}}
     long = {"max_len": extent.longest + 2 * TOKENS, "max_batch": 1}
-    made = [Trial("base", cores=first, fields=buckets)]
-    made += [Trial(f"family-{name}", name, cores=first, fields=buckets) for name in served]
-    made += [Trial("long", cores=first, fields=long), Trial("too-large", heads=64, cores=first, fields=TOO_LARGE)]
-    compiled = {"engine_options": {"compile": True}} if "compile" in ability.options else {}
-    made += [Trial("compiled", cores=first, fields=buckets | compiled)]
+    made = [
+        TinyTrial("base", cores=first, fields=shaped),
+        TinyTrial("long", cores=first, fields=long),
+        TinyTrial("too-large", heads=64, cores=first, fields=TOO_LARGE),
+        TinyTrial("compiled", cores=first, fields=compiled),
+        TinyTrial("miscompiled", cores=first, fields=wrong),
+    ]
+    served = [name for name in FAMILIES if ability.serves(TinyTrial("", name).model_type)]
+    made += [TinyTrial(f"family-{name}", name, cores=first, fields=shaped) for name in served]
     if ability.drafts:
-        source = f"./{Trial('', seed=1).folder}"
-        made += [Trial("draft-model", cores=first, seed=1)]
-        made += [Trial("draft", cores=first, fields={**buckets, "draft": {"source": source, "k": 3}})]
-    for degree in known:
-        heads = max(8, degree)
+        draft = TinyTrial("draft-model", cores=first, seed=1)
         made += [
-            Trial(f"degree-{degree}-{i}", heads=heads, cores=where, fields={"max_batch": 1})
-            for i, where in enumerate(places(degree))
+            draft,
+            TinyTrial("draft", cores=first, fields={**shaped, "draft": {"source": f"./{draft.folder}", "k": 3}}),
         ]
+    made += [
+        TinyTrial(f"degree-{tp}-{i}", heads=max(8, tp), cores=where, fields={"max_batch": 1})
+        for tp, ranges in places.items()
+        for i, where in enumerate(ranges)
+    ]
     return made
 
 
@@ -204,6 +205,11 @@ def runtime(stand: Stand, extent: Extent) -> Iterator[Verdict]:
         text = "the claim succeeded" if refusal is None else f"{refusal.fault or 'not recognized'}: {refusal.text}"
         yield proved("double-claim", refusal is not None and refusal.fault == "cores-taken", text)
     yield _after_kill(stand, config, extent.kills)
+    yield from degrees_at_their_starts(stand)
+
+
+def degrees_at_their_starts(stand: Stand) -> Iterator[Verdict]:
+    """Loads a model of each degree on each of its starts; its first answer takes a collective of its cores."""
     for trial in stand.trials.values():
         if trial.name.startswith("degree-"):
             run = stand.run(trial.name, [[ask("a", prompt(9), 4)]])
@@ -237,95 +243,103 @@ def _after_kill(stand: Stand, config: ReplicaConfig, count: int) -> Verdict:
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """The greedy answers of a trial to prompts of its own, which the reference scores."""
+class _Scored:
+    """An answer that the reference scores for a claim."""
 
+    claim: str
     trial: str
     subject: str
-    dtype: Dtype
-    prompts: Mapping[str, list[int]]
-    answers: Mapping[str, TimedAnswer]
+    prompt: list[int]
+    answer: TimedAnswer
 
 
 def engines(stand: Stand, extent: Extent) -> Iterator[Verdict]:
-    """Compares the answers of each family with transformers', and answers that must be equal with each other."""
-    asked: list[_Asked] = []
+    """Compares greedy answers with transformers', and sampled ones with each other."""
+    answers: list[_Scored] = []
     for name in stand.trials:
         if name.startswith("family-"):
-            yield from _family(stand, name, asked)
-    yield from _long(stand, extent, asked)
-    scores = stand.score(
-        [(each.trial, each.prompts[id], answer.token_ids) for each in asked for id, answer in each.answers.items()]
-    )
-    own, best = iter(scores.own), iter(scores.best)
-    for each in asked:
-        rows = [(answer, next(own), next(best)) for answer in each.answers.values()]
-        claim = "long-prompt" if each.trial == "long" else "tokens"
-        yield from scored(claim, each.subject, each.dtype, rows)
-        if claim == "tokens":
-            edges = [row for row in rows if len(each.prompts[row[0].id]) not in BUCKETS]
-            yield scored("bucket-edges", each.subject, each.dtype, edges)[0]
-    yield from _equal_answers(stand)
-    if "draft" not in stand.trials:
-        yield not_run("draft", f"the engine {stand.engine} has no draft models")
-        return
-    plain, drafted = (stand.run(name, [[ask("a", prompt(9), 24)]]) for name in ("base", "draft"))
-    if causes := [cause for run in (plain, drafted) if (cause := trouble(run))]:
-        yield proved("draft", False, causes[0])
+            yield from _family(stand, name, answers)
+    yield from _long(stand, extent, answers)
+    yield from _again(stand, answers)
+    if "draft" in stand.trials:
+        run = stand.run("draft", [[ask("draft", prompt(9), 24)]])
+        yield from _answered(run, "draft", [_Asked("draft", "draft", prompt(9))], answers)
     else:
-        yield same_answers("draft", "", [("24 tokens", plain.answers["a"], drafted.answers["a"])])
+        yield not_run("draft", f"the engine {stand.engine} has no draft models")
+    scores = stand.score([(each.trial, each.prompt, each.answer.token_ids) for each in answers])
+    rows: dict[str, dict[str, list[ScoredRow]]] = {}  # by subject and claim
+    dtypes = {each.subject: _dtype(stand, each.trial) for each in answers}
+    for each, own, best in zip(answers, scores.own, scores.best, strict=True):
+        rows.setdefault(each.subject, {}).setdefault(each.claim, []).append((each.answer, own, best))
+    for subject, by_claim in rows.items():
+        yield from (scored(claim, subject, dtypes[subject], each) for claim, each in by_claim.items())
+        if subject:
+            yield same_logprobs(subject, dtypes[subject], [row for each in by_claim.values() for row in each])
 
 
-def _family(stand: Stand, name: str, asked: list[_Asked]) -> Iterator[Verdict]:
-    """Asks prompts at the edges of buckets one by one, then all at once."""
-    subject = name.removeprefix("family-")
-    lengths = sorted({length + more for length in BUCKETS for more in (-1, 0, 1)} & set(range(1, BUCKETS[-1] + 1)))
-    prompts = {f"{length} tokens": prompt(length, seed=length) for length in lengths}
-    beside = [ask(f"{id} beside others", ids) for id, ids in prompts.items()]
-    run = stand.run(name, [*([ask(id, ids, logprobs=True)] for id, ids in prompts.items()), beside])
-    if not trouble(run) and any(run.answers[id].error for id in prompts):  # the engine gives no log probabilities
-        run = stand.run(name, [*([ask(id, ids)] for id, ids in prompts.items()), beside])
+class _Asked(NamedTuple):
+    """A prompt that was sent, by the id of its request."""
+
+    claim: str
+    id: str
+    prompt: list[int]
+
+
+def _answered(
+    run: TrialRun, trial: str, asked: Sequence[_Asked], answers: list[_Scored], subject: str = ""
+) -> Iterator[Verdict]:
+    """Adds the answers of a run, or yields that it has none."""
     if trouble(run):
-        yield proved("tokens", False, trouble(run), subject)
+        yield from (
+            proved(claim, False, trouble(run), subject) for claim in dict.fromkeys(each.claim for each in asked)
+        )
         return
-    answers = {id: run.answers[id] for id in prompts}
-    asked.append(_Asked(name, subject, _dtype(stand, name), prompts, answers))
-    pairs = [(id, answer, run.answers[f"{id} beside others"]) for id, answer in answers.items()]
-    yield same_answers("batch", subject, pairs)
+    answers += [_Scored(each.claim, trial, subject, each.prompt, run.answers[each.id]) for each in asked]
 
 
-def _equal_answers(stand: Stand) -> Iterator[Verdict]:
-    """Asks a prompt after another with the same beginning, with a seed twice, and with top_k 1."""
+def _family(stand: Stand, name: str, answers: list[_Scored]) -> Iterator[Verdict]:
+    """Asks prompts at the edges of buckets one by one, then all at once."""
+    lengths = sorted({length + more for length in BUCKETS for more in (-1, 0, 1)} & set(range(1, BUCKETS[-1] + 1)))
+    prompts = {length: prompt(length, seed=length) for length in lengths}
+    asked = [
+        *(
+            _Asked("tokens" if length in BUCKETS else "bucket-edges", f"{length}", ids)
+            for length, ids in prompts.items()
+        ),
+        *(_Asked("batch", f"{length} beside others", ids) for length, ids in prompts.items()),
+    ]
+    beside = [ask(each.id, each.prompt) for each in asked if each.claim == "batch"]
+    alone = [each for each in asked if each.claim != "batch"]
+    run = stand.run(name, [*([ask(each.id, each.prompt, logprobs=0)] for each in alone), beside])
+    if not trouble(run) and any(run.answers[each.id].error for each in alone):  # it gives no log probabilities
+        run = stand.run(name, [*([ask(each.id, each.prompt)] for each in alone), beside])
+    yield from _answered(run, name, asked, answers, name.removeprefix("family-"))
+
+
+def _again(stand: Stand, answers: list[_Scored]) -> Iterator[Verdict]:
+    """Asks a prompt after others with the same beginning, with a seed twice, and with top_k 1."""
     start = prompt(40)
-    run = stand.run(
-        "base",
-        [
-            [ask("fresh", [*start, 300, 301])],
-            [ask("other", prompt(60, seed=9))],
-            [ask("begins", [*start, 302])],
-            [ask("again", [*start, 300, 301])],
-            [ask("seed 1", start, temperature=1.0, seed=7)],
-            [ask("seed 2", start, temperature=1.0, seed=7)],
-            [ask("greedy", start)],
-            [ask("top_k", start, temperature=1.0, top_k=1)],
-        ],
-    )
-    pairs = (("prefix-cache", "fresh", "again"), ("seed", "seed 1", "seed 2"), ("top-k-1", "greedy", "top_k"))
-    for claim, wanted, got in pairs:
+    begins = [_Asked("prefix-cache", str(i), [*start, 300 + i]) for i in range(3)]
+    groups = [
+        *([ask(each.id, each.prompt)] for each in begins),
+        [ask("seed 1", start, temperature=1.0, seed=7)],
+        [ask("seed 2", start, temperature=1.0, seed=7)],
+        [ask("greedy", start)],
+        [ask("top_k", start, temperature=1.0, top_k=1)],
+    ]
+    run = stand.run("base", groups)
+    yield from _answered(run, "base", begins, answers)
+    for claim, wanted, got in (("seed", "seed 1", "seed 2"), ("top-k-1", "greedy", "top_k")):
         if trouble(run):
             yield proved(claim, False, trouble(run))
         else:
             yield same_answers(claim, "", [(f"{wanted} and {got}", run.answers[wanted], run.answers[got])])
 
 
-def _long(stand: Stand, extent: Extent, asked: list[_Asked]) -> Iterator[Verdict]:
-    prompts = {f"{length} tokens": prompt(length) for length in LONG if length <= extent.longest}
-    run = stand.run("long", [[ask(id, ids)] for id, ids in prompts.items()])
-    if trouble(run):
-        yield proved("long-prompt", False, trouble(run))
-        return
-    for id, ids in prompts.items():
-        asked.append(_Asked("long", id, _dtype(stand, "long"), {id: ids}, {id: run.answers[id]}))
+def _long(stand: Stand, extent: Extent, answers: list[_Scored]) -> Iterator[Verdict]:
+    asked = [_Asked("long-prompt", str(length), prompt(length)) for length in LONG if length <= extent.longest]
+    run = stand.run("long", [[ask(each.id, each.prompt)] for each in asked])
+    yield from _answered(run, "long", asked, answers)
 
 
 # Compiler and faults
@@ -343,15 +357,22 @@ def compiler(stand: Stand) -> Iterator[Verdict]:
         fresh = placed.at(folder)
         yield _killed_compile(stand, fresh)
         yield _damaged(stand, fresh, Path(folder))
+    yield _failing_compile(stand)
+
+
+def _failing_compile(stand: Stand) -> Verdict:
+    """Compiles with an option that neuronx-cc does not have, and with a C++ compiler that fails."""
+    ability, placed = capabilities(stand.engine), stand.placed("miscompiled")
+    if ability.runs_on == "neuron" and "compiler" not in stand.trials["miscompiled"].fields:
+        return not_run("compile-failed", f"the engine {stand.engine} takes no options of the compiler")
+    if isinstance(placed, Failure):
+        return proved("compile-failed", False, str(placed))
     with tempfile.TemporaryDirectory(dir=stand.folder) as folder:
-        env = {**placed.config.place.env, "CXX": "/no/compiler"}  # of torch.compile
-        env["NEURON_CC_FLAGS"] = f"{env.get('NEURON_CC_FLAGS', '')} --no-such-option".strip()
-        failure = stand.compiled(placed.at(folder, env).config)
+        failure = stand.compiled(placed.at(folder, {**placed.config.place.env, "CXX": "false"}).config)
     if failure is None:
-        yield proved("compile-failed", False, "it succeeded with options that no compiler has")
-    else:
-        found = f"{failure.id}, reaction {failure.reaction.value}: {failure.what}"
-        yield proved("compile-failed", failure.reaction is Reaction.STOP, found)
+        return proved("compile-failed", False, "it succeeded with options that no compiler has")
+    found = f"{failure.id}, reaction {failure.reaction.value}: {failure.what}"
+    return proved("compile-failed", failure.reaction is Reaction.STOP, found)
 
 
 def _killed_compile(stand: Stand, placed: Placed) -> Verdict:
@@ -381,9 +402,12 @@ def _killed_compile(stand: Stand, placed: Placed) -> Verdict:
 
 
 def _damaged(stand: Stand, placed: Placed, folder: Path) -> Verdict:
-    """Overwrites the middle of the largest compiled file, and has a replica load it."""
+    """Overwrites the middle of the largest compiled file that holds no weights, and has a replica load it."""
     sound = stand.run(placed, [[ask("a", prompt(9))]])
-    files = sorted((file for file in folder.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
+    files = sorted(
+        (file for file in folder.rglob("*") if file.is_file() and file.suffix not in WEIGHTS),
+        key=lambda file: file.stat().st_size,
+    )
     if trouble(sound) or not files:
         return not_run("damaged-artifact", trouble(sound) or "it has no files")
     size = files[-1].stat().st_size
@@ -462,8 +486,7 @@ def speeds(stand: Stand, file: SpecFile, record: SpeedRecord, now: float) -> Ite
         times: Times = {}
         for id, length in ids:
             note(times, length_class(length), run.answers[id].at[0])
-            for pace in paces(run.answers[id])[1:]:
-                note(times, PACE, pace)
+            note(times, PACE, fmean(paces(run.answers[id])))
         engine = placed.config.model.engine
         record.add(shape_of(model, placed.checkpoint, engine, placed.hosts), times, now)
         guess = speed(model, placed.checkpoint, engine, placed.hosts[0].topology)
@@ -516,7 +539,7 @@ def _dtype(stand: Stand, name: str) -> Dtype:
     return placed.config.dtype
 
 
-def trouble(run: Run) -> str:
+def trouble(run: TrialRun) -> str:
     """Returns why a run has no answers; "" if it has."""
     if run.failure is None:
         return ""
@@ -528,5 +551,5 @@ def _cores(config: ReplicaConfig) -> str:
     return f"{config.place.cores[0]}-{config.place.cores[-1]}"
 
 
-def _seconds(run: Run) -> float:
+def _seconds(run: TrialRun) -> float:
     return 0.0 if run.loaded is None else run.loaded.seconds

@@ -17,7 +17,7 @@ from orchestrator.control.resolve.offline_configs import OfflineConfigs
 from orchestrator.control.resolve.spec_file import SpecFile, examine, this_machine
 from orchestrator.process.failure import Failed
 from orchestrator.process.home import Home
-from orchestrator.verify.trials import Trial, spec_text
+from orchestrator.verify.trials import TinyTrial, spec_text
 from placements.facts.checkpoints import Checkpoint
 from placements.facts.topology import Host
 from placements.resources.host_memory import host_memory
@@ -26,26 +26,26 @@ from workers.artifacts.fetch.progress import Progress
 from workers.compiled import preparation
 from workers.compiled.host_sets import compiles
 from workers.compiled.orders import NEEDS_DEVICE
-from workers.host import json_process
+from workers.engines.tiny_models import ScoredAnswer, Scores, TinyJob, TinyModel
+from workers.host import host_facts, json_process
 from workers.host.core_claims import held_cores
-from workers.host.core_probe import Claimed, ProbeRequest, Refusal
+from workers.host.core_probe import Claimed, ClaimRefused, ProbeRequest
 from workers.host.facts.machine import HostFacts, owners
 from workers.messages.replica_config import ReplicaConfig
 from workers.messages.status import Failure
-from workers.serving.timed_answers import Finished, Loaded, TimedAnswer, TimedJob, TimedRequest, Trouble
-from workers.serving.tiny_models import ScoredAnswer, Scores, TinyJob, TinyModel
+from workers.serving.timed_answers import Finished, TimedAnswer, TimedJob, TimedRequest, Trouble, WarmModel
 
 TOKENIZER = Path(__file__).parents[2] / "placements/examples/models/tiny"
 MAX_START_S = 900.0  # for one process: a load, its warm-up and its requests
 MAX_CLAIM_S = 60.0
-Message = Loaded | TimedAnswer | Finished | Trouble
+Message = WarmModel | TimedAnswer | Finished | Trouble
 
 
 @dataclass
-class Run:
+class TrialRun:
     """What a model's process said."""
 
-    loaded: Loaded | None = None
+    loaded: WarmModel | None = None
     answers: dict[str, TimedAnswer] = field(default_factory=dict)
     peak_gib: float = 0.0
     failure: Failure | None = None
@@ -63,7 +63,9 @@ class Placed:
     @property
     def needs_gib(self) -> float:
         """The host memory that `plan` expects it to need, in GiB; 0.0 if its checkpoint was not read."""
-        return 0.0 if self.checkpoint is None else host_memory(self.model, self.checkpoint, self.config.model.engine).load
+        return (
+            0.0 if self.checkpoint is None else host_memory(self.model, self.checkpoint, self.config.model.engine).load
+        )
 
     def at(self, compiled: str, env: Mapping[str, str] | None = None) -> Placed:
         """Returns the trial with another folder of compiled artifacts, and other variables of its process."""
@@ -76,7 +78,7 @@ class Stand:
     """One engine on one host, and the trials that it loads."""
 
     def __init__(
-        self, home: Home, folder: Path, engine: str, trials: Sequence[Trial], hosts: Any, engines: Any
+        self, home: Home, folder: Path, engine: str, trials: Sequence[TinyTrial], hosts: Any, engines: Any
     ) -> None:
         """Makes the checkpoints. Raises Failed if the interpreter of the engine cannot."""
         self.home, self.folder, self.engine = home, folder, engine
@@ -122,7 +124,7 @@ class Stand:
             config.with_run(log=str(self.folder / f"{name}.log")), model, file.checkpoints.get(name), file.hosts
         )
 
-    def _file(self, trial: Trial) -> SpecFile:
+    def _file(self, trial: TinyTrial) -> SpecFile:
         text = spec_text(trial, self.folder, self.engine, *self._sections)
         return examine(text, f"{trial.name}.yaml", str(self.folder), this_machine(), folders="plan")
 
@@ -133,11 +135,11 @@ class Stand:
         *,
         env: Mapping[str, str] | None = None,
         during: Callable[[int], None] = lambda pid: None,
-    ) -> Run:
+    ) -> TrialRun:
         """Compiles and loads a trial, and has it answer. ``env``: changed variables of its process; ``during`` is
         called with its pid once it has answered, while it holds its cores and memory."""
         self.runs += 1
-        run, placed = Run(), self.placed(trial) if isinstance(trial, str) else trial
+        run, placed = TrialRun(), self.placed(trial) if isinstance(trial, str) else trial
         run.failure = placed if isinstance(placed, Failure) else self.compiled(placed.config)
         if run.failure is None and isinstance(placed, Placed):
             self._answer(run, placed.config, groups, env or {}, during)
@@ -147,7 +149,7 @@ class Stand:
 
     def _answer(
         self,
-        run: Run,
+        run: TrialRun,
         config: ReplicaConfig,
         groups: Sequence[Sequence[TimedRequest]],
         env: Mapping[str, str],
@@ -157,7 +159,7 @@ class Stand:
         with self._process("workers.serving.timed_answers", job, config, env) as process:
             for line in cast(Any, process.stdout):
                 message: Message = msgspec.json.decode(line, type=Message)
-                if isinstance(message, Loaded):
+                if isinstance(message, WarmModel):
                     run.loaded = message
                 elif isinstance(message, TimedAnswer):
                     run.answers[message.id] = message
@@ -198,13 +200,15 @@ class Stand:
 
     def _tiny(self, job: TinyJob) -> Scores:
         log_file = str(self.folder / "reference.log")
-        arguments = ("workers.serving.tiny_models",)
+        arguments = ("workers.engines.tiny_models",)
         with json_process.running(
             arguments, job, python=self._python, env={}, log_file=log_file, limit_s=MAX_START_S
         ) as process:
             for line in cast(Any, process.stdout):
                 return msgspec.json.decode(line, type=Scores)
-        raise Failed("verify-failed", "the process that makes and scores tiny models ended", f"its log is {log_file}")
+        said = "; ".join(host_facts.last_words(Path(log_file))[-3:])
+        what = f"the process that makes and scores tiny models ended: {said}"
+        raise Failed("verify-failed", what, "check its interpreter with `corewright doctor SPEC`")
 
     @contextlib.contextmanager
     def _process(
@@ -226,22 +230,22 @@ class Claiming:
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
-        self.refusals: list[Refusal] = []
+        self.refusals: list[ClaimRefused] = []
 
     def result(self) -> Claimed | None:
         """Waits for the claim; None: it was refused until the limit, as ``refusals`` say."""
         for line in cast(Any, self._process.stdout):
-            message: Claimed | Refusal = msgspec.json.decode(line, type=Claimed | Refusal)
+            message: Claimed | ClaimRefused = msgspec.json.decode(line, type=Claimed | ClaimRefused)
             if isinstance(message, Claimed):
                 return message
             self.refusals.append(message)
         return None
 
-    def refused(self) -> Refusal | None:
+    def refused(self) -> ClaimRefused | None:
         """Waits for the first message; None: it was a claim."""
         for line in cast(Any, self._process.stdout):
-            message: Claimed | Refusal = msgspec.json.decode(line, type=Claimed | Refusal)
-            return message if isinstance(message, Refusal) else None
+            message: Claimed | ClaimRefused = msgspec.json.decode(line, type=Claimed | ClaimRefused)
+            return message if isinstance(message, ClaimRefused) else None
         return None
 
     def kill(self) -> float:

@@ -27,14 +27,13 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "mixtral": {"sliding_window": None, "num_local_experts": 4, "num_experts_per_tok": 2},
         "qwen2": {},
         "qwen3": {"head_dim": HEAD_DIM},
-        "gpt_neox": {"rotary_pct": 0.5},
     }
 )
 """What the config.json of each says beyond `configuration`; the name is the model_type, if it is not given."""
 
 
 @dataclass(frozen=True)
-class Trial:
+class TinyTrial:
     """A model to load: a family, and the fields of its entry in the spec."""
 
     name: str
@@ -74,7 +73,7 @@ class Trial:
         }
 
 
-def spec_text(trial: Trial, folder: Path, engine: str, hosts: Any, engines: Any) -> str:
+def spec_text(trial: TinyTrial, folder: Path, engine: str, hosts: Any, engines: Any) -> str:
     """Returns the YAML of a spec with one trial; ``hosts`` and ``engines`` are the sections of the user's spec."""
     model = {
         "engine": engine,

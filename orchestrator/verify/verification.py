@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import Any, get_args
 
 from orchestrator.control.resolve.spec_file import SpecFile, examine, this_machine
-from orchestrator.control.speed_measurement import SpeedRecord
 from orchestrator.process.failure import Failed
 from orchestrator.process.home import Home
+from orchestrator.process.speed_record import SpeedRecord
 from orchestrator.process.version import corewright_version
 from orchestrator.verify import parts
 from orchestrator.verify.claims import CLAIMS, Part, Verdict, not_run
 from orchestrator.verify.parts import Extent
 from orchestrator.verify.stand import Stand, busy_cores
-from orchestrator.verify.trials import Trial, settings_of
+from orchestrator.verify.trials import TinyTrial, settings_of
 from placements.engines.registry import Engine, capabilities, resolve
 from placements.facts.plural import counted
 from placements.facts.topology import Host
@@ -41,7 +41,7 @@ STARTS: Mapping[Part, int] = {"engines": 4, "compiler": 4, "memory": 1, "faults"
 
 
 @dataclass(frozen=True)
-class Machine:
+class VerifiedMachine:
     """What is verified."""
 
     host: Host
@@ -63,7 +63,9 @@ def host_of(file: SpecFile | None) -> Host:
         file = examine(text, "verify", ".", this_machine())
     error = next((problem for problem in file.problems if problem.severity == "error"), None)
     if error is not None or not file.hosts:
-        raise Failed.of(error) if error else Failed("verify-refused", f"{file.name} has no hosts", "name one in `hosts`")
+        raise (
+            Failed.of(error) if error else Failed("verify-refused", f"{file.name} has no hosts", "name one in `hosts`")
+        )
     return file.hosts[0]
 
 
@@ -87,15 +89,15 @@ def machine_of(
     facts: HostFacts,
     problems: Sequence[Problem],
     versions: Mapping[str, str],
-) -> Machine:
+) -> VerifiedMachine:
     """Returns what is verified, with its free cores. Raises Failed."""
     host = host_of(file)
     busy = busy_cores(host, home, facts)
     free = tuple(core for core in range(host.cores) if core not in busy and core not in host.reserved_cores)
-    return Machine(host, engine_of(file, host, engine), free, busy, facts, tuple(problems), file, versions)
+    return VerifiedMachine(host, engine_of(file, host, engine), free, busy, facts, tuple(problems), file, versions)
 
 
-def trials_of(machine: Machine, extent: Extent, chosen: Collection[Part]) -> list[Trial]:
+def trials_of(machine: VerifiedMachine, extent: Extent, chosen: Collection[Part]) -> list[TinyTrial]:
     """Returns the tiny models that the chosen parts load."""
     made = parts.trials_for(machine.engine, machine.host, machine.free, extent)
     if "engines" not in chosen:
@@ -103,7 +105,7 @@ def trials_of(machine: Machine, extent: Extent, chosen: Collection[Part]) -> lis
     return [trial for trial in made if "runtime" in chosen or not trial.name.startswith("degree-")]
 
 
-def predicted_s(machine: Machine, trials: Sequence[Trial], chosen: Collection[Part]) -> float:
+def predicted_s(machine: VerifiedMachine, trials: Sequence[TinyTrial], chosen: Collection[Part]) -> float:
     """Returns about how long the parts take, in seconds."""
     loaded = sum(trial.name.startswith(("family-", "degree-")) for trial in trials)
     starts = loaded + sum(STARTS.get(part, 0) for part in chosen)
@@ -114,7 +116,12 @@ def predicted_s(machine: Machine, trials: Sequence[Trial], chosen: Collection[Pa
 
 
 def verify(
-    machine: Machine, extent: Extent, chosen: Collection[Part], home: Home, records: bool, say: Callable[[str], None]
+    machine: VerifiedMachine,
+    extent: Extent,
+    chosen: Collection[Part],
+    home: Home,
+    records: bool,
+    say: Callable[[str], None],
 ) -> Iterator[Verdict]:
     """Yields the verdicts of the chosen parts, in their order. ``records``: the measured speeds go into the home's file
     of speeds, which no fleet may be writing. Raises Failed."""
@@ -146,7 +153,7 @@ def verify(
                 yield from step()
 
 
-def _speeds(machine: Machine, stand: Stand, home: Home, records: bool) -> Iterator[Verdict]:
+def _speeds(machine: VerifiedMachine, stand: Stand, home: Home, records: bool) -> Iterator[Verdict]:
     if machine.file is None:
         yield not_run("speeds", "there is no spec: corewright verify SPEC")
         return
@@ -160,7 +167,7 @@ def _speeds(machine: Machine, stand: Stand, home: Home, records: bool) -> Iterat
 # The report
 
 
-def report_of(machine: Machine, verdicts: Sequence[Verdict], seconds: float) -> dict[str, Any]:
+def report_of(machine: VerifiedMachine, verdicts: Sequence[Verdict], seconds: float) -> dict[str, Any]:
     """Returns the JSON of `verify -o json`."""
     counts = Counter(verdict.result for verdict in verdicts)
     return {

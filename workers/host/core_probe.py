@@ -1,8 +1,8 @@
 """Claims cores without a model, again and again until it succeeds: ``python -m workers.host.core_probe``.
 
-A ``ProbeRequest`` is read as JSON from standard input. The replies are JSON lines: a ``Refusal`` when an attempt fails
-in another way than the one before, and ``Claimed``; then the process holds the cores until it is killed. Each attempt
-is a process of its own, a fork, since the Neuron runtime cannot be initialized twice. On real devices it calls
+A ``ProbeRequest`` is read as JSON from standard input. The replies are JSON lines: a ``ClaimRefused`` when an attempt
+fails in another way than the one before, and ``Claimed``; then the process holds the cores until it is killed. Each
+attempt is a process of its own, a fork, since the Neuron runtime cannot be initialized twice. On real devices it calls
 ``nrt_init`` of libnrt, as every framework does; on an emulated host it takes the locks of `core_claims`.
 """
 
@@ -19,12 +19,13 @@ from pathlib import Path
 import msgspec
 
 from workers.host.core_claims import CoreClaim, CoresTaken
+from workers.host.host_facts import host_root
 from workers.host.json_process import ChildRequest, answering, read_request
 from workers.host.neuron_faults import STATUS_NAMES, fault_of
 from workers.host.process_tree import end_with
 
 LIBRARY = "libnrt.so.1"
-LIBRARY_FOLDER = "/opt/aws/neuron/lib"  # of aws-neuronx-runtime-lib
+FOLDER = "opt/aws/neuron/lib"  # of aws-neuronx-runtime-lib, below the root
 NO_FRAMEWORK = 1  # NRT_FRAMEWORK_TYPE_NO_FW
 RETRY_S = 0.01
 MAX_TEXT_BYTES = 64 * 1024
@@ -38,7 +39,7 @@ class ProbeRequest(ChildRequest, frozen=True, kw_only=True):
     limit_s: float = 0.0  # for further attempts after the first
 
 
-class Refusal(msgspec.Struct, frozen=True, kw_only=True, tag="refusal"):
+class ClaimRefused(msgspec.Struct, frozen=True, kw_only=True, tag="refusal"):
     """Why an attempt failed."""
 
     text: str  # of the runtime
@@ -52,7 +53,7 @@ class Claimed(msgspec.Struct, frozen=True, kw_only=True, tag="claimed"):
     attempts: int
 
 
-Reply = Refusal | Claimed
+Reply = ClaimRefused | Claimed
 
 
 def attempt(request: ProbeRequest) -> str:
@@ -67,7 +68,7 @@ def attempt(request: ProbeRequest) -> str:
         library = ctypes.CDLL(LIBRARY)
     except OSError:
         try:
-            library = ctypes.CDLL(str(Path(LIBRARY_FOLDER, LIBRARY)))
+            library = ctypes.CDLL(str(host_root() / FOLDER / LIBRARY))
         except OSError as error:
             return str(error)
     status = int(library.nrt_init(NO_FRAMEWORK, b"", b""))
@@ -88,7 +89,7 @@ def probe(request: ProbeRequest, send: Callable[[Reply], None]) -> None:
             signal.pause()
         elif refused != said:
             fault = fault_of(RuntimeError(refused))
-            send(Refusal(text=refused, fault="" if fault is None else fault.id))
+            send(ClaimRefused(text=refused, fault="" if fault is None else fault.id))
             said = refused
         if time.monotonic() - began >= request.limit_s:
             return

@@ -1,6 +1,6 @@
 """Answers groups of requests and reports when each token came: ``python -m workers.serving.timed_answers``.
 
-A ``TimedJob`` is read as JSON from standard input. JSON lines go to standard output: ``Loaded``, one ``TimedAnswer``
+A ``TimedJob`` is read as JSON from standard input. JSON lines go to standard output: ``WarmModel``, one ``TimedAnswer``
 for each request in the order in which they end, and ``Finished``; or the ``Trouble`` that ended the process. It loads
 the model and batches as a replica does, without Ray. `corewright verify` runs it.
 """
@@ -39,7 +39,7 @@ class TimedJob(ChildRequest, frozen=True, kw_only=True):
     holds: bool = False  # afterwards the process keeps its cores until it is killed
 
 
-class Loaded(msgspec.Struct, frozen=True, kw_only=True, tag="loaded"):
+class WarmModel(msgspec.Struct, frozen=True, kw_only=True, tag="loaded"):
     """The model is loaded and its buckets are warm."""
 
     seconds: float  # since the request was read: claim, weights, graphs, warm-up
@@ -74,10 +74,10 @@ class Trouble(msgspec.Struct, frozen=True, tag="trouble"):
     failure: Failure
 
 
-Reply = Loaded | TimedAnswer | Finished | Trouble
+Reply = WarmModel | TimedAnswer | Finished | Trouble
 
 
-class _Run:
+class _TimedRun:
     """The requests of one job. ``emit`` is called on the backend's thread, the rest on the main thread."""
 
     def __init__(self) -> None:
@@ -135,11 +135,11 @@ def _answer(id: str, sent_at: float, events: Sequence[tuple[float, TokenEvent]])
 
 def run(job: TimedJob, send: Callable[[Reply], None]) -> None:
     """Loads the model, answers, and sends the results. Never raises for faults of the model or the machine."""
-    began, activity, id, timed = time.monotonic(), "the load", "load-failed", _Run()
+    began, activity, id, timed = time.monotonic(), "the load", "load-failed", _TimedRun()
     try:
         with opened(job.config, timed.emit) as backend:
             spec = backend.spec
-            loaded = Loaded(
+            loaded = WarmModel(
                 seconds=time.monotonic() - began,
                 max_len=spec.max_len,
                 slots=spec.slots,

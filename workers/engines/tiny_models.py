@@ -1,4 +1,4 @@
-"""Makes tiny checkpoints with random weights, and scores answers: ``python -m workers.serving.tiny_models``.
+"""Makes tiny checkpoints with random weights, and scores answers: ``python -m workers.engines.tiny_models``.
 
 A ``TinyJob`` is read as JSON from standard input; the reply on standard output is one JSON line, ``Scores``. It runs in
 the interpreter of an engine, which has torch and transformers. Random weights and not trained ones: a model that knows
