@@ -18,6 +18,7 @@ import pytest
 from orchestrator.cli import main as cli
 from orchestrator.cli.app import CHANGES
 from orchestrator.control.resolve.spec_file import examine, this_machine
+from orchestrator.process.failure import Failed
 from orchestrator.process.home import Home
 from orchestrator.process.speed_record import SpeedRecord, recorded_speeds
 from orchestrator.verify import parts
@@ -162,6 +163,13 @@ def test_a_model_with_other_weights_than_the_reference_is_refuted(
     monkeypatch.setattr(stand, "score", scored_by_another)
     wrong = refuted(parts.engines(stand, SMALL))
     assert sorted(wrong) == ["batch llama", "bucket-edges llama", "logprobs llama", "tokens llama"]
+
+
+@pytest.mark.live
+def test_a_reference_that_cannot_be_computed_ends_with_its_last_lines(stand: Stand) -> None:
+    with pytest.raises(Failed, match=r"ended: .*Error") as failed:
+        stand.score([("base", [], [2])])
+    assert failed.value.problem.id == "verify-failed"
 
 
 # -- Memory, faults, pinning, speeds

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import tarfile
 from pathlib import Path
 from typing import Any
 
-from orchestrator.verify.claims import not_run, proved
-from orchestrator.verify.verification import bundle, markdown
+from orchestrator.verify.claims import CLAIMS, not_run, proved
+from orchestrator.verify.verification import PARTS, bundle, markdown
+from tests.docs.pages import ROOT
 
 SECRETS = ("/home/ann/models/secret-llm", "hf_abcdefghijklmnop", "10.1.2.3", "ann", "fraud-model", "ip-10-1-2-3")
 
@@ -56,3 +59,18 @@ def test_a_bundle_has_no_names_paths_addresses_or_secrets(tmp_path: Path) -> Non
     data = json.loads(texts["corewright-verify/report.json"])
     assert data["verdicts"][1]["values"] == {"step_ms": 4.1}
     assert data["verdicts"][1]["subject"] == "<name>"
+
+
+def test_the_claims_of_the_page_are_those_that_are_checked() -> None:
+    """Generated: UPDATE_GOLDEN=1 writes them anew."""
+    page = ROOT / "docs/engines.md"
+    lines = ["| part | claim | id |", "|---|---|---|"]
+    lines += [f"| {claim.part} | {claim.text} | `{claim.id}` |" for claim in CLAIMS.values()]
+    block = re.compile(r"(?<=<!-- generated from the claims -->\n).*?(?=<!-- end -->)", re.DOTALL)
+    wanted = "\n".join(lines) + "\n"
+    if os.environ.get("UPDATE_GOLDEN"):
+        page.write_text(block.sub(lambda _: wanted, page.read_text(), count=1))
+    assert block.findall(page.read_text()) == [wanted]
+    assert [claim.part for claim in CLAIMS.values()] == sorted(
+        (claim.part for claim in CLAIMS.values()), key=PARTS.index
+    )

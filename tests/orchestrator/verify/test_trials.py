@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from orchestrator.control.resolve.spec_file import examine, this_machine
+from orchestrator.process.failure import Failed
 from orchestrator.verify.parts import FULL, QUICK, Extent, trials_for
 from orchestrator.verify.trials import degrees, settings_of, spec_text, starts
+from orchestrator.verify.verification import engine_of, host_of
 from placements.facts.core_range import CoreRange
 from placements.facts.topology import TOPOLOGIES, Host
 from placements.planner.plan import plan
@@ -64,3 +66,21 @@ def test_without_a_spec_it_is_this_machine_or_an_emulated_one() -> None:
     assert settings_of(None, devices=False) == ({"emulate": "inf2.48xlarge"}, None)
     text = "hosts: {instance: trn1.32xlarge}\nengines: {cpu: {warm: false}}\nmodels: {}\n"
     assert settings_of(text, devices=False) == ({"instance": "trn1.32xlarge"}, {"cpu": {"warm": False}})
+
+
+@pytest.mark.parametrize("engine", ["echo", "server", "torch-neuronx"])
+def test_an_engine_whose_answers_cannot_be_compared_is_refused(engine: str) -> None:
+    with pytest.raises(Failed) as refused:
+        engine_of(None, host("inf2.48xlarge"), engine)
+    assert (refused.value.problem.id, refused.value.problem.hint) == ("verify-refused", "name one with --engine")
+
+
+def test_the_engine_is_that_of_the_specs_first_model_that_generates(tmp_path: Path) -> None:
+    text = "hosts: {instance: trn1.32xlarge}\nmodels:\n  v: {engine: echo, kind: embedding}\n"
+    text += "  m: {engine: transformers-neuronx, source: ./m, tp_degree: 2}\n"
+    file = examine(text, "spec.yaml", str(tmp_path), this_machine(), folders="ignore")
+    assert host_of(file).topology == TOPOLOGIES["trn1.32xlarge"]
+    assert engine_of(file, host_of(file), None) == "transformers-neuronx"
+    assert engine_of(file, host_of(file), "cpu") == "cpu"
+    assert engine_of(None, host("inf2.48xlarge", emulated=True), None) == "cpu"
+    assert engine_of(None, host("inf2.48xlarge"), None) == "nxd-inference"
