@@ -13,6 +13,7 @@ from placements.engines.registry import AUTO_ENGINES, ENGINES, candidates_of, ca
 from placements.engines.transformers_neuronx.capabilities import MISREAD_HINT
 from placements.engines.vllm.capabilities import VllmNeuron
 from placements.facts.core_range import runs
+from placements.facts.known_failures import KNOWN_FAILURE, failures_of
 from placements.facts.neuron_releases import sdk_of
 from placements.facts.plural import plural
 from placements.facts.topology import TOPOLOGIES
@@ -172,6 +173,11 @@ def _device_problems(readings: Readings) -> list[Problem]:
     """Returns the facts that could not be read, and those that disagree."""
     facts = readings.facts
     problems = [Problem("host-unread", "warning", "", *_split(problem)) for problem in facts.problems]
+    versions = {"aws-neuronx-dkms": facts.versions.driver, "aws-neuronx-runtime-lib": facts.versions.runtime}
+    known = {name: version for name, version in versions.items() if version}
+    for row in failures_of(None, facts.instance_type or "", known):
+        message = f"{row.what} ({', '.join(f'{name} {known[name]}' for name in row.packages)}, {row.source})"
+        problems.append(Problem(KNOWN_FAILURE, row.severity, "", message, row.helps))
     topology = TOPOLOGIES.get(facts.instance_type or "")
     listed = tuple(device.index for device in facts.devices)
     if not readings.dev:

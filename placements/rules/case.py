@@ -10,7 +10,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from placements.engines.registry import ENGINES, Engine, candidates_of, part, resolve, takes_cores
+from placements.engines.registry import ENGINES, Engine, candidates_of, part, resolve, sdks_with, takes_cores
 from placements.facts.adapters import Adapter
 from placements.facts.checkpoints import Checkpoint
 from placements.facts.plural import joined, plural
@@ -81,6 +81,13 @@ def no_objection(case: Case) -> Objection | None:
     return None
 
 
+def planned_packages(case: Case, host: Host) -> Mapping[str, str]:
+    """Returns the distributions of the last release whose images have the model's engine for such a host."""
+    engine = case.candidates[0]
+    releases = sdks_with(ENGINES[engine].beside or engine, host.topology.family) if host.topology else ()
+    return releases[-1].packages if releases else {}
+
+
 @dataclass(frozen=True)
 class EngineRules:
     """The rules of one engine, in its module ``rules``, and its answers to general rules."""
@@ -92,6 +99,7 @@ class EngineRules:
     of_spec: tuple[Callable[[Spec], Iterator[Problem]], ...] = ()
     draft: Callable[[Case], Objection | None] = no_objection  # to the model's draft
     quantized_kv: Callable[[Case], Objection | None] = no_objection  # to ``quantize_kv``
+    packages: Callable[[Case, Host], Mapping[str, str]] = planned_packages  # of the release that the plan counts with
 
 
 _NO_RULES = EngineRules()
@@ -131,6 +139,9 @@ class Case:
     adapters: Mapping[str, Adapter] = field(default_factory=lambda: MappingProxyType({}))  # by name, as far as known
     trials: Trials | None = None  # None: hints name any value
     is_trial: bool = False
+    installed: Mapping[Engine, Mapping[str, str]] = field(  # distributions in the interpreters of engines, where known
+        default_factory=lambda: MappingProxyType({})
+    )
 
     @cached_property
     def errors(self) -> Counter[tuple[str, str]]:

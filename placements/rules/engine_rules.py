@@ -18,6 +18,7 @@ from placements.engines.registry import (
     serves,
 )
 from placements.facts.encoders import EMBEDDING_DECODERS
+from placements.facts.known_failures import KNOWN_FAILURE, failures_of
 from placements.facts.plural import counted, joined
 from placements.facts.versions import order
 from placements.rules.case import Case, Objection, Rule, rules_of
@@ -260,6 +261,34 @@ def engine_serves_adapters(case: Case) -> Iterator[Problem]:
         yield case.problem("adapters-unsupported", ("adapters",), fact, hint)
 
 
+def not_known_to_fail(case: Case) -> Iterator[Problem]:
+    """Nobody has reported that the model fails in the releases of its machines: those that are installed, else those
+    that a plan counts with. An engine whose release is unknown is not judged by it."""
+    model, checkpoint, reported = case.model, case.checkpoint, dict[str, Problem]()
+    if not case.candidates:
+        return
+    engine = case.candidates[0]  # of auto, the preferred one
+    for host, _ in case.fleet.kinds:
+        if host.topology is None or host.emulated or not case.has_degree(host.topology):
+            continue
+        versions = case.installed.get(engine) or rules_of(engine).packages(case, host)
+        rows = failures_of(
+            engine,
+            host.topology.instance,
+            versions,
+            family=case.family,
+            parameters=None if checkpoint is None else checkpoint.parameters,
+            tp_degree=model.tp_degree,
+            options=model.engine_options,
+            prefill=max(model.buckets.prefill, default=model.length(checkpoint)),
+        )
+        for row in rows:
+            facts = [*(f"{name} {versions[name]}" for name in row.packages), row.source, row.confidence, row.date]
+            fact = f"{model.name}: {row.what} ({', '.join(facts)})"
+            reported.setdefault(row.id, case.problem(KNOWN_FAILURE, ("source",), fact, row.helps, row.severity))
+    yield from reported.values()
+
+
 ENGINE_RULES: tuple[Rule, ...] = (
     engine_can_run,
     engine_runs_here,
@@ -273,4 +302,5 @@ ENGINE_RULES: tuple[Rule, ...] = (
     encoders_use_one_core,
     engine_options_are_known,
     engine_serves_adapters,
+    not_known_to_fail,
 )

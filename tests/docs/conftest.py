@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.docs.pages import CLI, EXAMPLES, blocks, named
+from tests.published_configs import PUBLISHED
 from tests.stubs import HEADER, stub_checkpoint
 
 MINILM = {
@@ -44,6 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "llama-3": {**llama, "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0}},
         "pythia": {**llama, "model_type": "gpt_neox", "hidden_act": "gelu"},
         "bert": {"model_type": "bert"},
+        "qwen3-8b": PUBLISHED["Qwen/Qwen3-8B"],
         "minilm": MINILM,
         "reranker": MINILM,
         "compiled": {**llama, "neuron": {"task": "text-generation"}},

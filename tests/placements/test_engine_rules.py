@@ -17,6 +17,7 @@ from placements.spec.parse import parse
 from placements.spec.problems import Problem
 from placements.spec.schema import Buckets, ModelSpec
 from tests.placements.fleets import LAPTOP, brief
+from tests.published_configs import PUBLISHED
 
 TRACED = "engine: torch-neuronx\n    kind: embedding"
 BUCKETS = (Buckets(prefill=(512,)), Buckets(prefill=(128, 512)), Buckets())
@@ -507,3 +508,45 @@ def test_each_length_of_an_encoder_has_weights_of_its_own_on_the_core() -> None:
     assert (
         estimate(long, replace(checkpoint, max_positions=4096), "torch-neuronx").scratch == 8 * 16 * 4096**2 * 2 / 2**30
     )
+
+
+# what is known to fail
+
+QWEN3_8B = Checkpoint.from_config(PUBLISHED["Qwen/Qwen3-8B"])
+
+
+@pytest.mark.parametrize(
+    ("engine", "machine", "hosts", "more", "is_known"),
+    [
+        (NXD, INF2, "instance", "", True),
+        ("auto", INF2, "instance", "", True),
+        ("vllm", INF2, "instance", "engines: {vllm: {python: /v/bin/python}}", True),
+        ("vllm", INF2, "instance", 'engines: {vllm: {python: /v/bin/python, plugin: "0.2"}}', False),  # neuronx-cc 2.22
+        (NXD, TRN1, "instance", "", False),
+        (NXD, TRN2, "instance", "", False),
+        ("auto", INF2, "emulate", "", False),
+        ("server", INF2, "instance", "", False),
+    ],
+)
+def test_what_others_have_seen_to_fail_is_a_warning(
+    engine: str, machine: str, hosts: str, more: str, is_known: bool
+) -> None:
+    """On the machines and in the releases that the plan counts with; the rest is not judged."""
+    own = ", server: {command: [serve], slots: 4}" if engine == "server" else ", tp_degree: 8"
+    text = f"hosts: {{{hosts}: {machine}}}\n{more}\nmodels:\n  a:\n    {{source: ./a, engine: {engine}{own}}}\n"
+    parsed = parse(text, "f.yaml")
+    assert parsed.spec is not None
+    problems = check(parsed.spec, hosts_for(parsed.spec, LAPTOP), {"a": QWEN3_8B})
+    known = [problem for problem in problems if problem.id == "known-failure"]
+    assert len(known) == is_known
+    assert all(problem.severity == "warning" and "#1303" in problem.what and problem.hint for problem in known)
+
+
+@pytest.mark.parametrize(("compiler", "count"), [("2.23.6484.0+3b612583", 1), ("2.22.12471.0", 0)])
+def test_installed_packages_decide_what_is_known_to_fail(compiler: str, count: int) -> None:
+    """Instead of the release that the plan counts with."""
+    parsed = parse(f"hosts: {{instance: {INF2}}}\nmodels: {{a: {{source: ./a, engine: {NXD}, tp_degree: 8}}}}\n", "f")
+    assert parsed.spec is not None
+    hosts, installed = hosts_for(parsed.spec, LAPTOP), {NXD: {"neuronx-cc": compiler}}
+    problems = check(parsed.spec, hosts, {"a": QWEN3_8B}, installed=installed)
+    assert [problem.id for problem in problems].count("known-failure") == count

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from placements.engines.server.capabilities import NO_CONTAINER, STARTS_CONTAINER, container_in
 from placements.engines.vllm import capabilities as vllm
 from placements.engines.vllm.flags import check_flags
 from placements.facts.adapters import MODULES, RANKS, max_rank
+from placements.facts.neuron_releases import sdk_named
 from placements.facts.plural import joined
+from placements.facts.topology import Host
 from placements.rules.case import Case, EngineRules, Objection
 from placements.rules.unused_settings import unused
 from placements.spec.notation import is_path
@@ -21,6 +23,13 @@ def releases(case: Case) -> tuple[vllm.VllmNeuron, ...]:
     """Returns the releases of vllm-neuron that the plan counts with; () if vLLM runs on the CPU."""
     planned = [case.spec.vllm_release_on(host) for host, _ in case.fleet.kinds]
     return tuple(dict.fromkeys(release for release in planned if release is not None))
+
+
+def planned_packages(case: Case, host: Host) -> Mapping[str, str]:
+    """Returns the distributions of the release of vllm-neuron that the plan counts with on a host."""
+    release = case.spec.vllm_release_on(host)
+    sdk = sdk_named(release.sdk.split()[0]) if release else None
+    return {"vllm-neuron": release.plugin, **sdk.packages} if release and sdk else {}
 
 
 def _plugins(case: Case, *names: vllm.PluginRelease) -> str:
@@ -272,4 +281,5 @@ RULES = EngineRules(
     of_every_model=(adapters_fit_the_server, adapters_are_of_the_model),
     of_spec=(launches_can_be_run, interpreter_is_named),
     draft=objection_to_draft,
+    packages=planned_packages,
 )

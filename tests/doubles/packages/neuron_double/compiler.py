@@ -43,6 +43,10 @@ def compile_graph(hlo_text: str, flags: str, cores: int = 1, program: bytes = b"
         _hang()
     if fault is not None and fault.get("die"):
         os.kill(os.getpid(), signal.SIGKILL)
+    if fault is not None and "says" in fault:
+        sys.stderr.write(f"{fault['says']}\n")
+        sys.stderr.flush()
+        raise CompilerFailed("the compiler has failed")
     if fault is not None:
         code = fault.get("exit", 1)
         command = ["neuronx-cc", "compile", *flags.split()]
