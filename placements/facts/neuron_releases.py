@@ -38,6 +38,12 @@ class Sdk:
         """ "2.28"."""
         return series(self.sdk)
 
+    @property
+    def packages(self) -> Mapping[str, str]:
+        """The compiler and NxD Inference: distribution -> version, where it is stated."""
+        versions = {"neuronx-cc": self.neuronx_cc, "neuronx-distributed-inference": self.nxd_inference}
+        return {name: version for name, version in versions.items() if version}
+
 
 @dataclass(frozen=True)
 class Environment:
