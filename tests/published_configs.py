@@ -19,10 +19,22 @@ _LLAMA: dict[str, Any] = {
     "vocab_size": 128256,
 }
 
+_LLAMA_31 = {
+    **_LLAMA,
+    "rope_scaling": {
+        "factor": 8.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+}
+
 PUBLISHED: dict[str, dict[str, Any]] = {
-    "meta-llama/Llama-3.1-8B-Instruct": _LLAMA,
+    "meta-llama/Meta-Llama-3-8B-Instruct": {**_LLAMA, "max_position_embeddings": 8192},
+    "meta-llama/Llama-3.1-8B-Instruct": _LLAMA_31,
     "meta-llama/Llama-3.3-70B-Instruct": {
-        **_LLAMA,
+        **_LLAMA_31,
         "hidden_size": 8192,
         "intermediate_size": 28672,
         "num_attention_heads": 64,
@@ -46,6 +58,24 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "sliding_window": None,
         "vocab_size": 32768,
     },
+    "HuggingFaceH4/zephyr-7b-beta": {
+        **_LLAMA,
+        "model_type": "mistral",
+        "max_position_embeddings": 32768,
+        "rope_theta": 10000.0,
+        "sliding_window": 4096,
+        "vocab_size": 32000,
+    },
+    "TinyLlama/TinyLlama-1.1B-Chat-v1.0": {
+        **_LLAMA,
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "max_position_embeddings": 2048,
+        "num_hidden_layers": 22,
+        "num_key_value_heads": 4,
+        "rope_theta": 10000.0,
+        "vocab_size": 32000,
+    },
     "BAAI/bge-base-en-v1.5": {
         "model_type": "bert",
         "hidden_size": 768,
@@ -59,6 +89,9 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 }
 
 PARAMETERS = {
+    "meta-llama/Meta-Llama-3-8B-Instruct": 8_030_261_248,
+    "HuggingFaceH4/zephyr-7b-beta": 7_241_732_096,
+    "TinyLlama/TinyLlama-1.1B-Chat-v1.0": 1_100_048_384,
     "meta-llama/Llama-3.1-8B-Instruct": 8_030_261_248,
     "meta-llama/Llama-3.3-70B-Instruct": 70_553_706_496,
     "Qwen/Qwen3-8B": 8_190_735_360,

@@ -14,6 +14,7 @@ import pytest
 
 from orchestrator.cli import main as cli
 from orchestrator.cli.bootstrap import MachineSituation, ModelReading, bootstrap
+from placements.engines.evidence import ModelVariant
 from placements.engines.registry import Engine
 from tests.doubles.machine import build_machine, make_interpreter
 
@@ -21,7 +22,8 @@ GOLDEN = Path(__file__).parents[2] / "golden" / "bootstrap"
 
 
 def reading(name: str, engine: Engine, family: str | None, kind: str = "generate") -> ModelReading:
-    return ModelReading(name, engine, kind, family, f"fleet.yaml:9:{len(name)}")
+    variant = None if family is None else ModelVariant(family)
+    return ModelReading(name, engine, kind, variant, f"fleet.yaml:9:{len(name)}")
 
 
 ON_2_28 = {"/opt/aws_neuronx_venv_pytorch_2_9_nxd_inference": "2.28"}
@@ -104,6 +106,35 @@ def test_a_model_that_the_image_does_not_serve_is_a_warning() -> None:
     assert other.what.startswith("small: ")
 
 
+MISTRAL = ModelVariant("mistral", 7_248_023_552)
+TINYLLAMA = ModelVariant("llama", 1_100_048_384)
+QWEN = ModelVariant("qwen2", 1_543_714_304)
+
+
+@pytest.mark.parametrize(
+    ("variants", "installed", "sdk", "statuses"),
+    [
+        ((MISTRAL,), {}, "2.24", ["served"]),
+        ((MISTRAL,), ON_2_28, "2.28", ["nobody reported"]),  # the release of this machine, as nothing fails there
+        ((TINYLLAMA,), {}, "2.28", ["served"]),
+        ((TINYLLAMA, MISTRAL), {}, "2.24", ["served", "served"]),
+        ((QWEN,), {}, "2.27", ["nobody reported"]),
+        ((QWEN,), ON_2_28, "2.27", ["nobody reported"]),  # not that of this machine, on which it is known to fail
+    ],
+)
+def test_the_release_is_one_on_which_the_models_were_served_and_none_fails(
+    variants: tuple[ModelVariant, ...], installed: dict[str, str], sdk: str, statuses: list[str]
+) -> None:
+    models = tuple(ModelReading(f"m{i}", "auto", "generate", each, "", 2) for i, each in enumerate(variants))
+    here = "inf2.48xlarge" if installed else None
+    steps = bootstrap(
+        MachineSituation("0.1.0", here, installed, spec="f.yaml", instance="inf2.48xlarge", models=models)
+    )
+    assert steps.sdk is not None
+    assert steps.sdk.series == sdk
+    assert [model.evidence and model.evidence.status for model in steps.models] == statuses
+
+
 def test_the_command_reads_the_machine_and_the_spec(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -126,7 +157,14 @@ def test_the_command_reads_the_machine_and_the_spec(
     assert answer["machine"] == {"instance": "inf2.24xlarge", "this": "inf2.24xlarge"}
     assert answer["steps"][0]["title"] == "The image: this machine has Neuron SDK 2.28"
     family = json.loads(tiny.read_text())["model_type"]
-    assert answer["models"] == [{"name": "a", "family": family, "engine": "nxd-inference", "reason": None}]
+    (model,) = answer["models"]
+    assert (model["name"], model["family"], model["engine"], model["reason"]) == ("a", family, "nxd-inference", None)
+    assert model["evidence"] == {
+        "status": "nobody reported",
+        "sdk": "2.28",
+        "sources": [],
+        "confidence": None,
+    }
 
     assert cli.run(["doctor", "-o", "json"]) == 0
     report = json.loads(capsys.readouterr().out)
