@@ -50,6 +50,20 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "rope_theta": 1000000.0,
         "vocab_size": 151936,
     },
+    "Qwen/Qwen2.5-7B-Instruct": {
+        **_LLAMA,
+        "model_type": "qwen2",
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "max_position_embeddings": 32768,
+        "num_attention_heads": 28,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 4,
+        "rope_theta": 1000000.0,
+        "sliding_window": 131072,
+        "use_sliding_window": False,
+        "vocab_size": 152064,
+    },
     "mistralai/Mistral-7B-Instruct-v0.3": {
         **_LLAMA,
         "model_type": "mistral",
@@ -95,6 +109,7 @@ PARAMETERS = {
     "meta-llama/Llama-3.1-8B-Instruct": 8_030_261_248,
     "meta-llama/Llama-3.3-70B-Instruct": 70_553_706_496,
     "Qwen/Qwen3-8B": 8_190_735_360,
+    "Qwen/Qwen2.5-7B-Instruct": 7_615_616_512,
     "mistralai/Mistral-7B-Instruct-v0.3": 7_248_023_552,
     "BAAI/bge-base-en-v1.5": 109_482_240,
 }

@@ -140,9 +140,9 @@ def bootstrap(situation: MachineSituation) -> Bootstrap:
     """Returns the steps to a fleet.
 
     1. The release of the SDK: as named; else of the releases whose image has every engine of the spec, or else NxD
-       Inference, one on which no model of the spec is known to fail, or the fewest are; of these the one of this
-       machine, or that on which its models were served or compiled with the best confidence (`evidence`), or the last
-       one. Without models that were read, those that are recommended count.
+       Inference, one that serves the most models of the spec, and on which the fewest are known to fail; of these that
+       of this machine, or that on which others served or compiled the models with the best confidence (`evidence`), or
+       the last one. Without models that were read, those that are recommended count.
     2. Its image: this machine's, or that with the most of these engines.
     3. The environment of the fleet: that of an engine of the spec, NxD Inference before transformers-neuronx; a new one
        if only vLLM is used.
@@ -153,9 +153,7 @@ def bootstrap(situation: MachineSituation) -> Bootstrap:
     sdk = _release(named, situation, instance) if situation.sdk is None else sdk_named(situation.sdk)
     if sdk is None:
         return Bootstrap(instance, situation.here, problems=(_unknown(situation.sdk or ""),))
-    wanted = named or set(PREFERRED) | set(AUTO_ENGINES)
-    paths = {path for path, series in situation.installed.items() if series == sdk.series}
-    os = best_os(sdk, wanted, machines, paths) or best_os(sdk, (*PREFERRED, *AUTO_ENGINES), machines, paths)
+    os = _os(sdk, named, situation, machines)
     if os is None:
         return Bootstrap(instance, situation.here, sdk, problems=(_no_engine(sdk, machines),))
     engines = on_image(sdk, os, machines)
@@ -184,19 +182,32 @@ def _release(named: set[Engine], situation: MachineSituation, instance: str) -> 
     releases = [set(sdks_with(engine, machines)) for engine in engines]
     common = [sdk for sdk in SDKS if all(sdk in having for having in releases)]
     tested = [sdk for sdk in common if all(_is_tested(sdk, ENGINES[name]) for name in engines)]
-    models = [(model.variant, model.candidates[0], model.tp_degree) for model in situation.models if model.variant]
-    models = models or [(report.variant, PREFERRED[0], int(report.tp_degree)) for report in served_on(machines)]
+    models = [model for model in situation.models if model.variant] or [
+        ModelReading(report.name, PREFERRED[0], "generate", report.variant, "", int(report.tp_degree))
+        for report in served_on(machines)
+    ]
 
-    def proof(sdk: Sdk) -> tuple[int, bool, int, int, int]:
-        found = [evidence_of(variant, engine, sdk, instance, tp) for variant, engine, tp in models]
+    def proof(sdk: Sdk) -> tuple[int, int, bool, int, int, int]:
+        os = _os(sdk, named, situation, machines)
+        image = on_image(sdk, os, machines) if os else ()
+        entries = [_served(model, image, sdk, instance) for model in models]
+        found = [entry.evidence for entry in entries if entry.evidence]
         failed, served, compiled = (
             sum(each.weight for each in found if each.status == status) for status in ("failed", "served", "compiled")
         )
-        return -failed, sdk.series in here, served, compiled, SDKS.index(sdk)
+        able = sum(entry.engine is not None for entry in entries)
+        return able, -failed, sdk.series in here, served, compiled, SDKS.index(sdk)
 
     if tested:
         return max(tested, key=proof)
     return None if engines == [PREFERRED[0]] else _release(set(), situation, instance)
+
+
+def _os(sdk: Sdk, named: set[Engine], situation: MachineSituation, machines: str) -> str | None:
+    """Returns the operating system of the image with the most engines of the spec, or else with any."""
+    usual = set(PREFERRED) | set(AUTO_ENGINES)
+    paths = {path for path, series in situation.installed.items() if series == sdk.series}
+    return best_os(sdk, named or usual, machines, paths) or best_os(sdk, usual, machines, paths)
 
 
 def _is_tested(sdk: Sdk, engine: Capabilities) -> bool:

@@ -22,7 +22,7 @@ from tests.placements.fleets import LAPTOP, LLAMA_2_7B
 from tests.published_configs import PARAMETERS, PUBLISHED
 
 PADDED = {f"optimum-llama-2-{row}" for row in ("7b-latency", "13b-latency", "13b-throughput")}
-PADDED |= {"qwen3-8b", "llama-3.3-70b"}
+PADDED |= {"llama-3.3-70b"}
 """32, 40 and 64 heads on 24 cores."""
 LLAMA_2_13B = Checkpoint("llama", 40, 40, 40, 5120, 13824, 128, 32000, 4096, False, 13_015_864_320)
 EXAMPLES = sorted((Path(placements.__path__[0]) / "examples").glob("*.yaml"))

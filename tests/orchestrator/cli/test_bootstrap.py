@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import msgspec
@@ -14,9 +15,14 @@ import pytest
 
 from orchestrator.cli import main as cli
 from orchestrator.cli.bootstrap import MachineSituation, ModelReading, bootstrap
-from placements.engines.evidence import ModelVariant
-from placements.engines.registry import Engine
+from placements.engines.evidence import ModelVariant, releases_reported
+from placements.engines.registry import ENGINES, Engine
+from placements.facts.checkpoints import Checkpoint
+from placements.facts.topology import family_of
+from placements.spec.parse import parse
+from tests.docs.pages import EXAMPLES
 from tests.doubles.machine import build_machine, make_interpreter
+from tests.published_configs import PUBLISHED
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "bootstrap"
 
@@ -104,6 +110,44 @@ def test_a_model_that_the_image_does_not_serve_is_a_warning() -> None:
     assert (problem.id, problem.severity, problem.where) == ("sdk-without-engine", "warning", "fleet.yaml:9:3")
     assert problem.what.startswith("old: ")
     assert other.what.startswith("small: ")
+
+
+FOLDERS = {
+    "/models/zephyr-7b-beta": "HuggingFaceH4/zephyr-7b-beta",
+    "/models/llama-3-8b-instruct": "meta-llama/Meta-Llama-3-8B-Instruct",
+    "/models/tinyllama-1.1b-chat": "TinyLlama/TinyLlama-1.1B-Chat-v1.0",
+}
+"""The checkpoints of docs/on-inf2.md."""
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_no_example_has_a_known_failure_that_it_does_not_name(path: Path) -> None:
+    """On the release that the steps lead to, which is that of its first comment, and on any release of an engine that
+    AWS's images do not have."""
+    text = path.read_text()
+    spec = parse(text, path.name, str(path.parent)).spec
+    assert spec is not None
+    variants: dict[str, ModelVariant] = {}
+    for model in spec.models:
+        config = PUBLISHED.get(FOLDERS.get(model.source, model.source))
+        if config is not None:
+            variants[model.name] = ModelVariant.of(Checkpoint.from_config(config, model.kind))
+    models = tuple(
+        ModelReading(model.name, model.engine, model.kind, variants.get(model.name), "", model.tp_degree)
+        for model in spec.models
+    )
+    instance = spec.hosts[0].instance or "inf2.48xlarge"
+    steps = bootstrap(MachineSituation("0.1.0", None, spec=path.name, instance=instance, models=models))
+    found = [entry.evidence for entry in steps.models if entry.evidence]
+    for model in spec.models:
+        if model.name in variants and ENGINES.get(model.engine, ENGINES["cpu"]).absent:
+            found += releases_reported(variants[model.name], model.engine, family_of(instance))
+    unexplained = [each for each in found if each.status == "failed" and not all(name in text for name in each.sources)]
+    assert unexplained == []
+    named = re.search(r"with Neuron SDK (\d\.\d+)", text.partition("version:")[0].replace("\n# ", " "))
+    if named and not path.stem.startswith(("inf2-48xlarge", "two-types")):  # of models whose reports are not known
+        assert steps.sdk is not None
+        assert steps.sdk.series == named[1]
 
 
 MISTRAL = ModelVariant("mistral", 7_248_023_552)
