@@ -183,7 +183,7 @@ def _release(named: set[Engine], situation: MachineSituation, instance: str) -> 
     common = [sdk for sdk in SDKS if all(sdk in having for having in releases)]
     tested = [sdk for sdk in common if all(_is_tested(sdk, ENGINES[name]) for name in engines)]
     models = [model for model in situation.models if model.variant] or [
-        ModelReading(report.name, PREFERRED[0], "generate", report.variant, "", int(report.tp_degree))
+        ModelReading(report.model, PREFERRED[0], "generate", report.variant, "", int(report.tp_degree))
         for report in served_on(machines)
     ]
 
@@ -271,7 +271,7 @@ def _steps(
         steps.append(BootstrapStep("Set the interpreters of other engines in the spec", lines, remarks))
     verbs = ("doctor", "up") if launches else ("doctor", "compile", "up")
     start = tuple(f"corewright {verb} {spec}" for verb in verbs)
-    proven = [report.name for report in served_on(family_of(instance)) if report.sdk == sdk.series]
+    proven = [report.model for report in served_on(family_of(instance)) if report.sdk == sdk.series]
     remarks = (f"Served by others on SDK {sdk.series}: {', '.join(proven)}. {THIN}",) if proven else ()
     steps.append(BootstrapStep("Check the machine, and start the fleet", start, () if used else remarks))
     if situation.here is None:

@@ -14,7 +14,9 @@ from placements.facts.topology import DEGREES, TOPOLOGIES, Topology
 from placements.spec.notation import name_from
 from workers.host import host_facts as this_host
 
-LARGEST = 8  # the degree of the first model, if the instance type has it
+CHAT, SMALL = "meta-llama/Llama-3.1-8B-Instruct", "Qwen/Qwen2.5-0.5B-Instruct"  # where nothing is reported
+UNPROVEN = "No report of these models on such machines is known."
+LARGEST = 8  # the degree of the first of them, if the instance type has it
 LEAST_GIB = 64  # of host memory for a model of 8 billion parameters: loading takes a quarter of it
 SMALL_BILLIONS = 4.0  # the most parameters of a model on a host with less
 
@@ -36,18 +38,10 @@ def spec_for(topology: Topology | None, name: str, *, here: bool = True) -> str:
         for report in served_on(topology.family)
         if int(report.tp_degree) in degrees and (large or float(report.billions) <= SMALL_BILLIONS)
     ]
-    if reports:
-        smallest = min(reports, key=lambda report: float(report.billions))
-        models = [
-            (report.model, int(report.tp_degree), f"served by others: {report.source}")
-            for report in dict.fromkeys((reports[0], smallest))
-        ]
-        evidence = f"Others served these models on Neuron SDK {reports[0].sdk}. {THIN}"
-    else:
-        chat = "meta-llama/Llama-3.1-8B-Instruct" if large else "Qwen/Qwen2.5-3B-Instruct"
-        models = [(chat, max(tp for tp in degrees if tp <= LARGEST), ANY_SOURCE)]
-        models.append(("Qwen/Qwen2.5-0.5B-Instruct", min(tp for tp in degrees if tp > 1), ANY_SOURCE))
-        evidence = f"No report of these models on {topology.family} is known."
+    chosen = reports[:1] + reports[1:][-1:]  # the best proven and the smallest one
+    models = [(report.model, int(report.tp_degree), f"served by others: {report.source}") for report in chosen]
+    evidence = f"Others served these models on Neuron SDK {reports[0].sdk}. {THIN}" if reports else UNPROVEN
+    models = models or [(CHAT, max(tp for tp in degrees if tp <= LARGEST), ANY_SOURCE), (SMALL, 2, ANY_SOURCE)]
     source, first, remark = models[0]
     text = _filled(
         "machine",
@@ -61,7 +55,7 @@ def spec_for(topology: Topology | None, name: str, *, here: bool = True) -> str:
         chat=name_from(source).lower(),
         source=source,
         remark=remark,
-        gated=GATED if source.startswith("meta-llama/") else "",
+        gated=GATED if source == CHAT else "",
         tp=first,
         degrees=", ".join(map(str, degrees)),
     )

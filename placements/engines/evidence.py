@@ -63,11 +63,6 @@ class ModelReport:
     source: str
 
     @property
-    def name(self) -> str:
-        """The model's name without its owner."""
-        return self.model.rpartition("/")[2]
-
-    @property
     def variant(self) -> ModelVariant:
         """The model of the report."""
         return ModelVariant(self.family, float(self.billions) * 1e9, self.rope)

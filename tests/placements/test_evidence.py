@@ -30,7 +30,7 @@ LLAMA_31 = ModelVariant("llama", 8_030_261_248, "llama3")
 NXD, OPTIMUM = "nxd-inference", "optimum-neuron"
 
 
-@pytest.mark.parametrize("report", REPORTS, ids=lambda report: f"{report.name}-{report.sdk}-{report.source}")
+@pytest.mark.parametrize("report", REPORTS, ids=lambda report: f"{report.model}-{report.sdk}-{report.source}")
 def test_every_report_names_things_that_exist(report: ModelReport) -> None:
     """A misspelt engine, release or machine would match nothing."""
     assert report.engines
