@@ -18,6 +18,7 @@ from placements.facts.checkpoints import Checkpoint
 from placements.facts.known_failures import KNOWN_FAILURES
 from placements.spec.parse import parse
 from placements.spec.problems import has_errors
+from tests.docs.pages import DOCS, blocks
 from tests.published_configs import PUBLISHED
 
 ROOT = Path(__file__).parent.parent.parent
@@ -74,6 +75,17 @@ def test_each_model_of_the_page_was_served_by_others_on_its_release() -> None:
         assert [int(report.tp_degree) for report in reports] == [model.tp_degree]
         assert reports[0].source.partition(":")[0] in evidence
         assert f"SDK {reports[0].sdk}" in evidence
+
+
+def test_no_spec_of_a_page_names_a_model_that_fails_on_inf2() -> None:
+    """By the names in the ids of the known failures."""
+    failing = {row.id.removesuffix("-inf2") for row in KNOWN_FAILURES if row.id.endswith("-inf2")}
+    assert "qwen3-8b" in failing
+    specs = [block for page in DOCS.rglob("*.md") for block in blocks(page) if block.language == "yaml"]
+    on_inf2 = [block for block in specs if "inf2" in block.text]
+    assert len(on_inf2) > 10
+    named = [(block.page, name) for block in on_inf2 for name in failing if name in block.text.lower()]
+    assert named == []
 
 
 def unit() -> ConfigParser:
