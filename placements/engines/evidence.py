@@ -25,7 +25,7 @@ EvidenceStatus = Literal["served", "compiled", "failed", "support ended", "nobod
 
 MOST_SIZE_DIFFERENCE = 0.05  # in parameters, of models of one shape, such as with a longer vocabulary
 SERVED_WITH: Engine = AUTO_ENGINES[0]  # of the models that are recommended
-_PROVEN = get_args(Confidence)  # the best first
+_WEIGHTS: Mapping[str, int] = {name: weight for weight, name in enumerate(reversed(get_args(Confidence)), 1)}
 THIN = "Reports are few, and none is of corewright."
 
 
@@ -33,7 +33,7 @@ class ModelVariant(NamedTuple):
     """A model, by what reports distinguish."""
 
     family: str  # model_type
-    parameters: float | None = None  # None: unknown
+    parameters: int | None = None  # None: unknown
     rope: str = ""  # the type of scaled rotary positions; "": none
 
     @classmethod
@@ -65,7 +65,7 @@ class ModelReport:
     @property
     def variant(self) -> ModelVariant:
         """The model of the report."""
-        return ModelVariant(self.family, float(self.billions) * 1e9, self.rope)
+        return ModelVariant(self.family, round(float(self.billions) * 1e9), self.rope)
 
     def is_of(self, model: ModelVariant, engine: Engine, machines: str) -> bool:
         """Returns whether it is of a model of this shape on an engine and a family of machines."""
@@ -90,13 +90,13 @@ class Evidence:
     @classmethod
     def by(cls, status: EvidenceStatus, sdk: str, reports: Sequence[ModelReport | KnownFailure]) -> Evidence:
         """Returns evidence with the sources of reports, of which there is at least one."""
-        best = min((report.confidence for report in reports), key=_PROVEN.index)
+        best = max((report.confidence for report in reports), key=_WEIGHTS.__getitem__)
         return cls(status, sdk, tuple(report.source for report in reports), best)
 
     @property
     def weight(self) -> int:
         """A greater number for a better confidence; 0 without reports."""
-        return 0 if self.confidence is None else _weight(self.confidence)
+        return _WEIGHTS.get(self.confidence or "", 0)
 
     @property
     def text(self) -> str:
@@ -112,8 +112,9 @@ def evidence_of(model: ModelVariant, engine: Engine, sdk: Sdk, instance: str, tp
     3. The images of the release have no version of the engine for the machine any more.
     """
     machines, series = family_of(instance), sdk.series
-    size = None if model.parameters is None else round(model.parameters)
-    known = failures_of(engine, instance, sdk.packages, family=model.family, parameters=size, tp_degree=tp_degree)
+    known = failures_of(
+        engine, instance, sdk.packages, family=model.family, parameters=model.parameters, tp_degree=tp_degree
+    )
     if known:  # 1
         return Evidence.by("failed", series, known)
     reports = [report for report in REPORTS if report.sdk == series and report.is_of(model, engine, machines)]
@@ -138,13 +139,9 @@ def served_on(machines: str) -> tuple[ModelReport, ...]:
     Only releases and families that SERVED_WITH supports on the machines.
     """
     found: dict[str, dict[ModelVariant, ModelReport]] = {sdk.series: {} for sdk in sdks_with(SERVED_WITH, machines)}
-    for report in sorted(REPORTS, key=lambda report: (-_weight(report.confidence), -float(report.billions))):
+    for report in sorted(REPORTS, key=lambda report: (-_WEIGHTS[report.confidence], -float(report.billions))):
         able = SERVED_WITH in report.engines.split() and ENGINES[SERVED_WITH].serves(report.family, machines)
         if able and report.seen == "served" and family_of(report.instance) == machines and report.sdk in found:
             found[report.sdk].setdefault(report.variant, report)
-    releases = [(sum(_weight(each.confidence) for each in of.values()), number(sdk), sdk) for sdk, of in found.items()]
+    releases = [(sum(_WEIGHTS[each.confidence] for each in of.values()), number(sdk), sdk) for sdk, of in found.items()]
     return tuple(found[max(releases)[-1]].values()) if releases else ()
-
-
-def _weight(confidence: Confidence) -> int:
-    return len(_PROVEN) - _PROVEN.index(confidence)

@@ -103,7 +103,9 @@ def test_recommended_models_were_served_on_one_release_with_the_engine(machines:
     assert len({report.sdk for report in reports}) <= 1
     for report in reports:
         release = sdk_named(report.sdk)
+        assert release is not None
         assert release in sdks_with(SERVED_WITH, machines)
+        assert int(report.tp_degree) in DEGREES[machines]  # `init` writes it
         assert evidence_of(report.variant, SERVED_WITH, release, machines).status == "served"
 
 
