@@ -25,6 +25,7 @@ from orchestrator.control.resolve.spec_file import SpecFile, load, start_problem
 from orchestrator.process.failure import Failed
 from orchestrator.process.text_table import columns
 from orchestrator.process.version import corewright_version
+from placements.engines.evidence import ModelVariant
 from placements.engines.registry import ENGINES, NAMES, candidates_of, capabilities, resolve
 from placements.engines.vllm.capabilities import VllmNeuron
 from placements.facts.core_range import runs
@@ -113,8 +114,9 @@ def first_steps(file: SpecFile | None, sdk: str | None) -> Bootstrap:
                 model.name,
                 model.engine,
                 model.kind,
-                None if (checkpoint := file.checkpoints.get(model.name)) is None else checkpoint.model_type,
+                None if (checkpoint := file.checkpoints.get(model.name)) is None else ModelVariant.of(checkpoint),
                 spec.where("models", model.name),
+                model.tp_degree,
             )
             for model in spec.models
         ]
@@ -277,7 +279,7 @@ def doctor(
         option(
             "VERSION",
             "Release of the Neuron SDK for --bootstrap, such as 2.28.",
-            default="this machine's, or the last one with the engines",
+            default="the one on which the models are best proven",
         ),
     ] = None,
     output: FormatOption = Format.TABLE,

@@ -46,10 +46,15 @@ class Topology:
 LNC_CHOICES = (1, 2)
 
 
+def family_of(instance: str) -> str:
+    """Returns the family of an instance type, or of a family itself: "trn1" of "trn1n.32xlarge"."""
+    return instance[:4]
+
+
 def _type(
     instance: str, devices: int, cores: int, hbm: int, vcpus: int, memory_gib: int, link: Link, note: str = ""
 ) -> Topology:
-    family = instance[:4]
+    family = family_of(instance)
     lnc = 2 if family == "trn2" else None
     return Topology(instance, family, devices, cores, hbm, vcpus, memory_gib, link, lnc, note)
 

@@ -22,7 +22,7 @@ from tests.placements.fleets import LAPTOP, LLAMA_2_7B
 from tests.published_configs import PARAMETERS, PUBLISHED
 
 PADDED = {f"optimum-llama-2-{row}" for row in ("7b-latency", "13b-latency", "13b-throughput")}
-PADDED |= {"qwen3-8b", "llama-3.3-70b"}
+PADDED |= {"llama-3.3-70b"}
 """32, 40 and 64 heads on 24 cores."""
 FAIL = {"qwen3-8b", "chat-and-embeddings"}
 """Others have reported that Qwen3 8B does not compile on inf2; docs/examples.md says so."""
