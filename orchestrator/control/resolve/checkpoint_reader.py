@@ -18,7 +18,7 @@ from placements.spec.notation import is_path, source_kind
 from placements.spec.problems import Problem
 from placements.spec.schema import ModelSpec, Spec
 from workers.artifacts.fetch.retry_policy import RetryPolicy
-from workers.artifacts.sources.layout import graph_cache_error, names_in, registry_of
+from workers.artifacts.sources.layout import NEURON_CONFIG, graph_cache_error, names_in, registry_of
 from workers.artifacts.sources.listing import SourceError
 from workers.engines.optimum_neuron.graph_cache import RegisteredExport, exports_in, fetch_exports
 from workers.engines.optimum_neuron.settings import OptimumSettings
@@ -182,6 +182,8 @@ def _read(part: SourcePart, folder: str, head: Metadata | None, where: str, pyth
                 return Problem("remote-code-refused", "error", where, fact, hint)
         if unsupported := _unsupported(part, folder, head, config):
             return Problem("layout-unsupported", "error", where, f"{model}: {unsupported}", _CONVERT)
+        if (Path(folder) / NEURON_CONFIG).exists():  # which describes the weights instead
+            config = {**config, "quantization_config": None}
         return Checkpoint.from_config(config, part.model.kind)
     except CheckpointError as error:
         if error.id == "unknown-family" and capabilities(part.model.engine).own_families:
@@ -218,12 +220,9 @@ def _unloadable(
             runs_class = engine.launches and not part.model.trust_remote_code
             check_tokenizer_files(Path(folder), None if head is None else head.names, runs_class=runs_class)
     except EngineLoadError as error:
-        if head is not None:
-            fact = f"{part.model.name}: {error.what.replace(folder, part.source)}"
-            return Problem(error.id, "error", where, fact, error.hint)
-        fact = f"{part.model.name}: {error.what}"
+        fact = f"{part.model.name}: {error.what if head is None else error.what.replace(folder, part.source)}"
         begins = f"{_BEGINS}; " if error.id == "model-not-found" and part.source.startswith(".") else ""
-        if here:
+        if here or head is not None:
             return Problem(error.id, "error", where, fact, begins + error.hint)
         fact += "; the machine that will load it was not checked"
         hint = error.hint if readable else f"{begins}{_ENOUGH} {_SKIPPED}"

@@ -281,6 +281,23 @@ def test_a_source_without_a_tokenizer_is_refused_before_it_is_fetched(hub: HubSe
     assert problems(read("a: {source: org/bare, engine: cpu}")) == [("no-tokenizer", "error")]
 
 
+QUANTIZED = {**json.loads(MODEL["config.json"]), "quantization_config": {"quant_method": "fbgemm_fp8"}}
+
+
+@pytest.mark.parametrize(("compiled", "expected"), [(False, ["weights-quantized"]), (True, [])])
+def test_quantized_weights_are_refused_unless_they_are_compiled_already(
+    tmp_path: Path, compiled: bool, expected: list[str]
+) -> None:
+    """A folder that NxD Inference compiled holds weights of its own, which its neuron_config.json describes."""
+    stub_checkpoint(tmp_path, QUANTIZED)
+    if compiled:
+        (tmp_path / "neuron_config.json").write_text("{}")
+        (tmp_path / "model.pt").touch()
+    model = f"a: {{source: {tmp_path}, engine: nxd-inference, tp_degree: 8, max_len: 64}}"
+    found = examine(f"hosts: {{instance: trn2.48xlarge}}\nmodels: {{{model}}}\n", "f.yaml", ".", LAPTOP)
+    assert [problem.id for problem in found.problems if problem.id == "weights-quantized"] == expected
+
+
 def test_vllm_may_serve_other_families(tmp_path: Path) -> None:
     """It has more than the planner, such as those that read images; a warning names the rules that are skipped."""
     nested = {key: json.loads(MODEL["config.json"])[key] for key in ("vocab_size", "hidden_size")}
