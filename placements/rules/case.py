@@ -10,6 +10,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from placements.engines.capabilities import Capabilities
 from placements.engines.registry import ENGINES, Engine, candidates_of, part, resolve, sdks_with, takes_cores
 from placements.facts.adapters import Adapter
 from placements.facts.checkpoints import Checkpoint
@@ -88,6 +89,12 @@ def planned_packages(case: Case, host: Host) -> Mapping[str, str]:
     return releases[-1].packages if releases else {}
 
 
+def itself(case: Case, engine: Engine) -> Sequence[Capabilities]:
+    """Returns the engine, if it reads checkpoints and is not a command that decides everything."""
+    own = ENGINES[engine]
+    return (own,) if own.reads_checkpoint and not own.forwards else ()
+
+
 @dataclass(frozen=True)
 class EngineRules:
     """The rules of one engine, in its module ``rules``, and its answers to general rules."""
@@ -98,6 +105,8 @@ class EngineRules:
     of_every_model: tuple[Rule, ...] = ()  # about fields that it owns
     of_spec: tuple[Callable[[Spec], Iterator[Problem]], ...] = ()
     draft: Callable[[Case], Objection | None] = no_objection  # to the model's draft
+    readers: Callable[[Case, Engine], Sequence[Capabilities]] = itself  # the engines whose code reads the checkpoint
+    other_weights: Callable[[Case], bool] = lambda case: False  # the weights are those of another folder
     quantized_kv: Callable[[Case], Objection | None] = no_objection  # to ``quantize_kv``
     packages: Callable[[Case, Host], Mapping[str, str]] = planned_packages  # of the release that the plan counts with
 

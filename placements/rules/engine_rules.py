@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise
 from typing import TypeVar
 
@@ -17,6 +18,7 @@ from placements.engines.registry import (
     needs_neuron,
     serves,
 )
+from placements.facts.checkpoints import Checkpoint
 from placements.facts.encoders import EMBEDDING_DECODERS
 from placements.facts.known_failures import KNOWN_FAILURE, failures_of
 from placements.facts.plural import counted, joined
@@ -117,6 +119,50 @@ def engine_can_quantize(case: Case) -> Iterator[Problem]:
 def _unquantizing(engine: Engine, case: Case) -> str:
     """Returns the engine's name if it cannot quantize the family, else ""."""
     return engine if case.family in ENGINES[engine].unquantized else ""
+
+
+def config_is_read(case: Case) -> Iterator[Problem]:
+    """The engine reads the weights of the model and its draft as they are stored, and computes their rotary positions.
+
+    Otherwise it would fail after the checkpoint is fetched, or give wrong answers.
+    """
+    for field, checkpoint in (("source", case.checkpoint), ("draft", case.draft)):
+        for judge in (_unread_weights, _other_positions):
+            if checkpoint and (problem := _objection(case, partial(judge, case, field, checkpoint))):
+                yield problem
+
+
+def _unread_weights(case: Case, field: str, checkpoint: Checkpoint, engine: Engine) -> Problem | None:
+    """Returns a problem if the engine does not read the weights as they are quantized."""
+    name, rules, method = case.model.name, rules_of(engine), checkpoint.quantized_by
+    if method is None or (field == "source" and rules.other_weights(case)):
+        return None
+    for reader in rules.readers(case, engine):
+        able = reader.weights.get(checkpoint.model_type, ())
+        if method not in able:
+            fact = f"the engine {engine} does not read the {field} of {name}: its weights are quantized by {method}"
+            hint = "use the original checkpoint" + (f" or one quantized by {joined(able, 'or')}" if able else "")
+            kinds = [kind for kind in capabilities(case.engine).quantize if case.works(quantize=kind)]
+            hint += f"; with it, quantize: {joined(kinds, 'or')} quantizes here" if kinds else ""
+            return case.problem("weights-quantized", (field,), fact, hint)
+    return None
+
+
+def _other_positions(case: Case, field: str, checkpoint: Checkpoint, engine: Engine) -> Problem | None:
+    """Returns a problem if the engine does not compute the rotary positions, a warning if it may lose precision."""
+    name, family, kind = case.model.name, checkpoint.model_type, checkpoint.rope_type
+    for reader in rules_of(engine).readers(case, engine) if kind != "default" else ():
+        differs = reader.ropes.get(family, {}).get(kind)
+        if differs:
+            fact = f"the engine {engine} computes the rope_type of the {field} of {name}, {kind}, {differs}"
+            hint = "compare answers to long prompts with engine: cpu"
+            return case.problem("rotary-inexact", (field,), fact, hint, "warning")
+        if differs is None:
+            fact = f"the engine {engine} does not compute the rope_type of the {field} of {name}, {kind}, for {family}"
+            others = case.engines_of(*(each for each, other in ENGINES.items() if kind in other.ropes.get(family, ())))
+            hint = f"use engine: {others}" if others else "use another model"
+            return case.problem("rotary-unsupported", (field,), fact, hint)
+    return None
 
 
 def buckets_make_sense(case: Case) -> Iterator[Problem]:
@@ -295,6 +341,7 @@ ENGINE_RULES: tuple[Rule, ...] = (
     family_is_served,
     engine_can_draft,
     engine_can_quantize,
+    config_is_read,
     buckets_make_sense,
     buckets_are_no_steps,
     flags_are_free,

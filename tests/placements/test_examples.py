@@ -24,7 +24,7 @@ from tests.published_configs import PARAMETERS, PUBLISHED
 PADDED = {f"optimum-llama-2-{row}" for row in ("7b-latency", "13b-latency", "13b-throughput")}
 PADDED |= {"llama-3.3-70b"}
 """32, 40 and 64 heads on 24 cores."""
-FAIL = {"qwen3-8b", "chat-and-embeddings"}
+FAIL: set[str] = set()
 """Others have reported that Qwen3 8B does not compile on inf2; docs/examples.md says so."""
 LLAMA_2_13B = Checkpoint("llama", 40, 40, 40, 5120, 13824, 128, 32000, 4096, False, 13_015_864_320)
 EXAMPLES = sorted((Path(placements.__path__[0]) / "examples").glob("*.yaml"))

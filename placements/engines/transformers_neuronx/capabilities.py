@@ -206,6 +206,7 @@ CAPABILITIES = TnxCapabilities(
     ),
     families=tuple(FAMILIES),
     refused=MappingProxyType(REFUSED),
+    ropes=MappingProxyType({"llama": MappingProxyType({"llama3": ""})}),
     quantize=("int8", "fp8"),
     quantize_kv=("fp8",),
     drafts=("draft_model",),
@@ -215,4 +216,5 @@ CAPABILITIES = TnxCapabilities(
     ),
     not_on=frozenset({"trn2"}),
 )
-"""The last SDK with it does not compile for trn2."""
+"""The last SDK with it does not compile for trn2. ``ropes``: ``llama/config.py`` raises ValueError for other types, and
+the other classes ignore ``rope_scaling``."""
