@@ -199,7 +199,7 @@ class Stand:
         return self._tiny(TinyJob(score=scored))
 
     def _tiny(self, job: TinyJob) -> Scores:
-        log_file = str(self.folder / "reference.log")
+        log_file = str(self.folder / "reference.txt")
         arguments = ("workers.engines.tiny_models",)
         with json_process.running(
             arguments, job, python=self._python, env={}, log_file=log_file, limit_s=MAX_START_S

@@ -24,8 +24,7 @@ from tests.published_configs import PARAMETERS, PUBLISHED
 PADDED = {f"optimum-llama-2-{row}" for row in ("7b-latency", "13b-latency", "13b-throughput")}
 PADDED |= {"llama-3.3-70b"}
 """32, 40 and 64 heads on 24 cores."""
-FAIL: set[str] = set()
-"""Others have reported that Qwen3 8B does not compile on inf2; docs/examples.md says so."""
+
 LLAMA_2_13B = Checkpoint("llama", 40, 40, 40, 5120, 13824, 128, 32000, 4096, False, 13_015_864_320)
 EXAMPLES = sorted((Path(placements.__path__[0]) / "examples").glob("*.yaml"))
 
@@ -37,7 +36,7 @@ def test_there_are_examples() -> None:
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_is_valid_and_can_be_planned_as_a_whole(path: Path) -> None:
-    """No problem but warnings of this machine's few CPUs and of a known failure, no opt-out, and nothing unplaced even
+    """No problem but warnings of this machine's few CPUs, no opt-out, and nothing unplaced even
     at every max."""
     parsed = parse(path.read_bytes(), path.name, str(path.parent))
     assert parsed.spec is not None
@@ -52,8 +51,7 @@ def test_an_example_is_valid_and_can_be_planned_as_a_whole(path: Path) -> None:
     problems = (*parsed.problems, *check(parsed.spec, hosts, checkpoints))
     drawn = plan(parsed.spec, hosts, checkpoints, wanted={m.name: m.replicas.max for m in parsed.spec.models})
     assert not has_errors(problems)
-    known = {"known-failure"} if path.stem in FAIL else set()
-    assert {problem.id for problem in problems} - {"threads-oversubscribed"} == known
+    assert {problem.id for problem in problems} <= {"threads-oversubscribed"}
     assert drawn.unplaced == ()
     padded = path.stem in PADDED
     assert all(m.allow_head_padding is padded for m in parsed.spec.models)
