@@ -44,6 +44,7 @@ CLAIMS: Mapping[str, Statement] = MappingProxyType(
             Statement("draft", "engines", "so are answers with a draft model"),
             Statement("seed", "engines", "a sampled answer is the same with the same seed"),
             Statement("top-k-1", "engines", "sampling with top_k 1 is greedy"),
+            Statement("device-sampling", "engines", "so are greedy answers that the device samples"),
             Statement("long-prompt", "engines", "so are answers to prompts of 512 and 4,096 tokens"),
             Statement("compile-killed", "compiler", "a killed compile leaves nothing that a start takes for complete"),
             Statement("compile-failed", "compiler", "a compile that fails is not repeated"),

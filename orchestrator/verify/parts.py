@@ -8,6 +8,7 @@ import resource
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,6 +124,8 @@ def trials_for(engine: str, host: Host, free: Sequence[int], extent: Extent) -> 
     ]
     served = [name for name in FAMILIES if ability.serves(TinyTrial("", name).model_type)]
     made += [TinyTrial(f"family-{name}", name, cores=first, fields=shaped) for name in served]
+    if "sampling" not in fixed:
+        made.append(TinyTrial("sampled", cores=first, fields={**shaped, "sampling": "device"}))
     if ability.drafts:
         draft = TinyTrial("draft-model", cores=first, seed=1)
         made += [
@@ -261,11 +264,13 @@ def engines(stand: Stand, extent: Extent) -> Iterator[Verdict]:
             yield from _family(stand, name, answers)
     yield from _long(stand, extent, answers)
     yield from _again(stand, answers)
-    if "draft" in stand.trials:
-        run = stand.run("draft", [[ask("draft", prompt(9), 24)]])
-        yield from _answered(run, "draft", [_Asked("draft", "draft", prompt(9))], answers)
-    else:
-        yield not_run("draft", f"the engine {stand.engine} has no draft models")
+    for claim, name in (("draft", "draft"), ("device-sampling", "sampled")):
+        if name in stand.trials:
+            asked = [_Asked(claim, str(i), prompt(9, seed=i)) for i in range(3)]
+            run = stand.run(name, [[ask(each.id, each.prompt, 24) for each in asked]])
+            yield from _answered(run, name, asked, answers)
+        else:
+            yield not_run(claim, f"the engine {stand.engine} has no such setting")
     scores = stand.score([(each.trial, each.prompt, each.answer.token_ids) for each in answers])
     rows: dict[str, dict[str, list[ScoredRow]]] = {}  # by subject and claim
     dtypes = {each.subject: _dtype(stand, each.trial) for each in answers}
@@ -439,11 +444,14 @@ def faults(stand: Stand) -> Iterator[Verdict]:
 
 def memory(stand: Stand) -> Iterator[Verdict]:
     """Compares the memory of a replica with its estimate: on the host, and on the device by neuron-monitor."""
-    used: list[int] = []
+    used = Counter[str]()  # bytes by class on all cores
 
     def read(pid: int) -> None:
         below = {pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))}
-        used.extend(each.device_bytes or 0 for each in read_host_facts().runtimes if each.pid in below)
+        for each in read_host_facts().runtimes:
+            if each.pid in below:
+                for core in each.cores:
+                    used.update(core.memory)
 
     placed = stand.placed("base")
     run = stand.run("base", [[ask(str(i), prompt(60, seed=i), 60) for i in range(4)]], during=read)
@@ -453,15 +461,17 @@ def memory(stand: Stand) -> Iterator[Verdict]:
     model, engine, allowed = placed.model, placed.config.model.engine, placed.needs_gib
     found = f"{run.peak_gib:.2f} GiB, `plan` says {allowed:.2f}"
     yield proved("host-estimate", run.peak_gib <= allowed, found, gib=round(run.peak_gib, 3))
-    if not sum(used):
+    if not used.total():
         yield not_run("hbm-estimate", "neuron-monitor reports no memory of its process")
         return
     need = estimate(model, placed.checkpoint, engine)
     planned = need.total + need.others * (model.tp_degree - 1)
-    measured = sum(used) / GIB
+    measured = used.total() / GIB
     overhead = (measured - (planned - model.tp_degree * (need.scratch + need.runtime))) / model.tp_degree
     found = f"{measured:.2f} GiB on all cores, `plan` says {planned:.2f}; hbm_overhead_gib: {max(0.0, overhead):.2f}"
-    yield proved("hbm-estimate", measured <= planned, found, gib=round(measured, 3), overhead_gib=round(overhead, 3))
+    classes = {name: round(size / GIB, 4) for name, size in sorted(used.items())}
+    gib, overhead_gib, holds = round(measured, 3), round(overhead, 3), measured <= planned
+    yield proved("hbm-estimate", holds, found, gib=gib, overhead_gib=overhead_gib, gib_by_class=classes)
 
 
 # The spec's own models
