@@ -9,7 +9,7 @@ from typing import Annotated
 from orchestrator.cli.app import DEMO, app, argument, one_of, option
 from orchestrator.cli.output import say, stdout
 from orchestrator.process.failure import Failed
-from placements.facts.topology import DEGREES, TOPOLOGIES, Topology
+from placements.facts.topology import DEGREES, TOPOLOGIES, Topology, doubt
 from workers.host import host_facts as this_host
 
 LARGEST = 8  # the degree of the first model, if the instance type has it
@@ -25,7 +25,8 @@ def spec_for(topology: Topology | None, name: str, *, here: bool = True) -> str:
     is this machine."""
     if topology is None:
         return _filled("emulated", name=name, tiny=DEMO.parent / "models" / "tiny")
-    degrees = [tp for tp in DEGREES[topology.family] if tp <= topology.cores]
+    rows = DEGREES[topology.family].values()
+    degrees = [row.tp for row in rows if row.tp <= topology.cores and not doubt(topology, row)]
     first = max(tp for tp in degrees if tp <= LARGEST)
     large = topology.memory_gib >= LEAST_GIB
     text = _filled(
@@ -42,7 +43,7 @@ def spec_for(topology: Topology | None, name: str, *, here: bool = True) -> str:
         tp=first,
         degrees=", ".join(map(str, degrees)),
     )
-    second = min(tp for tp in degrees if tp > 1) if len(degrees) > 1 else 1
+    second = 2 if 2 in degrees else 1
     left = (topology.cores - first) // second
     return text + ("\n" + _filled("second_model", tp=second, most=min(4, left)) if left else "")
 
