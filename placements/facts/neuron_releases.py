@@ -90,13 +90,13 @@ ENVIRONMENTS: tuple[Environment, ...] = tuple(Environment(**row) for row in read
 
 
 FIRST_DRIVERS: Mapping[str, str] = {"2.32": "2.27"}
-"""Series of the runtime -> the first series of the driver that it, and later runtimes, work with (sdk v2.32.0
-release-notes/components/containers.rst, known issues of 2.30.0)."""
+"""Series of the runtime, newest first -> the first series of the driver that it, and later runtimes, work with (sdk
+v2.32.0 release-notes/components/containers.rst, known issues of 2.30.0)."""
 
 
 def first_driver(runtime: str) -> str | None:
     """Returns the first series of the driver that a version of the runtime works with; None: no limit is known."""
-    return next((driver for first, driver in reversed(FIRST_DRIVERS.items()) if reaches(runtime, first)), None)
+    return next((driver for first, driver in FIRST_DRIVERS.items() if reaches(runtime, first)), None)
 
 
 def number(version: str) -> tuple[int, ...]:
