@@ -126,9 +126,10 @@ def candidates(question: SizingQuestion, checkpoint: Checkpoint) -> Iterator[Siz
     """Yields every combination of instance type, degree, type of weights and batch, small batches first."""
     for instance in question.instances:
         topology = TOPOLOGIES[instance]
-        for tp in DEGREES[topology.family]:
+        for tp, row in DEGREES[topology.family].items():
             padded = checkpoint.heads % tp != 0
-            if tp > topology.cores or (padded and question.as_is) or (question.degrees and tp not in question.degrees):
+            wanted = tp in question.degrees if question.degrees else row.documented
+            if tp > topology.cores or (padded and question.as_is) or not wanted:
                 continue
             for quantized in (False,) if question.as_is else (False, True):
                 for batch in question.batches or BATCHES:

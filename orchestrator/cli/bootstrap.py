@@ -304,6 +304,11 @@ def _image(situation: MachineSituation, sdk: Sdk, environment: Environment) -> B
     if (later := next_series(sdk)) is not None:
         remarks.append(f"If it prints None: the last image of this name from before {later.released}.")
         remarks.append(f"Not {environment.parameter}, which may be of a later SDK.")
+    if sdk.superseded:
+        remarks.append(f"Security: AWS has published no updates of this image since {sdk.superseded}. Install those of")
+        remarks.append("its operating system, and let only your own network reach the machine.")
+    if environment.support_ended:
+        remarks.append(f"AWS ended the support of this environment on {environment.support_ended}.")
     if containers := [item for item in map(environment.container_in, SDKS) if item and f"-sdk{sdk.series}." in item]:
         remarks.append(f"Container: {containers[-1]}")
     title = f"Start a machine from the image {environment.image}, with a disk of {DISK_GIB} GiB"

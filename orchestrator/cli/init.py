@@ -10,7 +10,7 @@ from orchestrator.cli.app import DEMO, app, argument, one_of, option
 from orchestrator.cli.output import say, stdout
 from orchestrator.process.failure import Failed
 from placements.engines.evidence import THIN, served_on
-from placements.facts.topology import DEGREES, TOPOLOGIES, Topology
+from placements.facts.topology import DEGREES, TOPOLOGIES, Topology, doubt
 from placements.spec.notation import name_from
 from workers.host import host_facts as this_host
 
@@ -31,7 +31,8 @@ def spec_for(topology: Topology | None, name: str, *, here: bool = True) -> str:
     is this machine."""
     if topology is None:
         return _filled("emulated", name=name, tiny=DEMO.parent / "models" / "tiny")
-    degrees = [tp for tp in DEGREES[topology.family] if tp <= topology.cores]
+    rows = DEGREES[topology.family].values()
+    degrees = [row.tp for row in rows if row.tp <= topology.cores and not doubt(topology, row)]
     large = topology.memory_gib >= LEAST_GIB
     reports = [
         report

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from placements.facts.encoders import Kind
+from placements.facts.versions import reaches, series
 
 Dtype = Literal["bf16", "fp16", "fp32"]
 BYTES: Mapping[Dtype, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -171,6 +172,14 @@ class Capabilities:
     def unsupported(self, version: str, machines: str) -> str | None:
         """Returns why a version does not work on a family of machines; None: it does, or the version is not known."""
         return None if self.runs_in(machines, version or None) else f"{version} does not run on {machines}"
+
+    def maintenance(self, version: str, machines: str) -> str:
+        """Returns why a version gets only fixes on a family of machines, after the version; "" if it is supported."""
+        return ""
+
+    def is_newer(self, version: str) -> bool:
+        """Returns whether a version is newer than all that are known; it is planned as the last of them."""
+        return bool(self.versions) and not reaches(self.versions[-1], series(version))
 
     def step_widths(self, draft_k: int | None) -> tuple[int, ...]:
         """Returns the tokens of decoding steps that it distinguishes from prompts by their width only."""

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from placements.facts.tables import read_table
-from placements.facts.versions import series
+from placements.facts.versions import reaches, series
 
 CONTAINERS = "public.ecr.aws/neuron/pytorch-inference-neuronx"
 VLLM_CONTAINERS = "public.ecr.aws/neuron/pytorch-inference-vllm-neuronx"
@@ -44,6 +44,12 @@ class Sdk:
         versions = {"neuronx-cc": self.neuronx_cc, "neuronx-distributed-inference": self.nxd_inference}
         return {name: version for name, version in versions.items() if version}
 
+    @property
+    def superseded(self) -> str:
+        """The day from which its images and containers get no more updates, that of the next release; "" if it is the
+        newest (AWS's maintenance policy, about-neuron/sdk-policy.rst: updates are not applied to older images)."""
+        return next((other.released for other in SDKS if number(other.sdk) > number(self.sdk)), "")
+
 
 @dataclass(frozen=True)
 class Environment:
@@ -57,6 +63,9 @@ class Environment:
     python: str  # "3.12"
     torch: str
     vllm: str  # the version of vLLM, if that is the engine
+    support_ended: (
+        str  # the day on which AWS ended the support of its engine, Python or operating system; "": it did not
+    )
     source: str
 
     @property
@@ -84,6 +93,16 @@ SDKS: tuple[Sdk, ...] = tuple(Sdk(**row) for row in read_table("facts/neuron_sdk
 
 ENVIRONMENTS: tuple[Environment, ...] = tuple(Environment(**row) for row in read_table("facts/neuron_environments.csv"))
 """The preferred operating system first."""
+
+
+FIRST_DRIVERS: Mapping[str, str] = {"2.32": "2.27"}
+"""Series of the runtime, newest first -> the first series of the driver that it, and later runtimes, work with (sdk
+v2.32.0 release-notes/components/containers.rst, known issues of 2.30.0)."""
+
+
+def first_driver(runtime: str) -> str | None:
+    """Returns the first series of the driver that a version of the runtime works with; None: no limit is known."""
+    return next((driver for first, driver in FIRST_DRIVERS.items() if reaches(runtime, first)), None)
 
 
 def number(version: str) -> tuple[int, ...]:

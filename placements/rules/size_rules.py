@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from placements.engines.memory import costs_of
 from placements.engines.registry import capabilities
 from placements.facts.plural import counted, joined
-from placements.facts.topology import DEGREES, TOPOLOGIES, Topology, degree, documented
+from placements.facts.topology import DEGREES, TOPOLOGIES, Topology, degree, doubt
 from placements.resources.host_memory import host_memory
 from placements.resources.memory import USABLE_HBM, MemoryEstimate, estimate, fits, usable_hbm
 from placements.rules.case import Case, Rule, has_tp, on_each
@@ -41,11 +41,11 @@ def degree_is_legal(case: Case) -> Iterator[Problem]:
         if case.works(allow_degrees=(*case.model.allow_degrees, tp)):
             hint += f", or add allow_degrees: [{tp}] if you know that it works"
         yield case.problem("illegal-degree", path, fact, hint)
-    elif tp not in case.model.allow_degrees and not any(_is_documented(topology, tp) for topology in legal):
-        fact = f"tp_degree {tp} is documented on one AWS page only, not in the guides of the engines"
-        if legal[0].lnc == 1:
-            fact = f"tp_degree {tp} is documented for {legal[0].family} with lnc 2 only, but lnc is 1"
-        yield case.problem("undocumented-degree", path, fact, f"allow_degrees: [{tp}] silences this", "warning")
+    elif tp not in case.model.allow_degrees:
+        doubts = [doubt(topology, row) for topology in legal if (row := degree(topology.family, tp))]
+        if all(doubts):
+            fact, hint = f"tp_degree {tp} {doubts[0]}", f"allow_degrees: [{tp}] silences this"
+            yield case.problem("undocumented-degree", path, fact, hint, "warning")
 
 
 def heads_divisible(case: Case) -> Iterator[Problem]:
@@ -61,11 +61,6 @@ def heads_divisible(case: Case) -> Iterator[Problem]:
     if roomy:
         hint = f"use {joined(roomy, 'or')}, or {hint}"
     yield case.problem("heads-not-divisible", ("tp_degree",), fact, hint)
-
-
-def _is_documented(topology: Topology, tp: int) -> bool:
-    row = degree(topology.family, tp)
-    return row is not None and documented(topology, row)
 
 
 def degrees_of(types: Sequence[Topology]) -> list[int]:

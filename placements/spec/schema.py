@@ -166,8 +166,8 @@ class HostsSpec(Frozen):
     """The machines that the fleet uses at most, in place of `count`. The planner adds those beyond `min` only if
     replicas need them. See [Hosts that come and go](#hosts-that-come-and-go)."""
     lnc: Annotated[Literal[1, 2] | None, choice(1, 2)] = None
-    """Physical cores in one logical NeuronCore, configurable on trn2 only. With 1 there are twice as many cores, each
-    with half of the HBM. Unset: 2."""
+    """Physical cores in one logical NeuronCore, configurable on trn2 and trn3 only. With 1 there are twice as many
+    cores, each with half of the HBM. Unset: 2."""
     reserve: Reserve = Reserve()
     """Resources of each host reserved for the system."""
     price_per_core_hour: Annotated[float, Field(ge=0, le=1_000_000)] = 0.0

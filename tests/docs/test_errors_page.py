@@ -51,7 +51,7 @@ def pin_in_quarantine(folder: Path) -> list[Problem]:
 
 def only_host_of_a_type_lost(folder: Path) -> list[Problem]:
     text = (
-        "hosts: [{emulate: inf2.48xlarge}, {emulate: trn1.32xlarge}]\nmodels: {chat: {engine: echo, tp_degree: 16}}\n"
+        "hosts: [{emulate: inf2.48xlarge}, {emulate: trn1.32xlarge}]\nmodels: {chat: {engine: echo, tp_degree: 32}}\n"
     )
     file = examine(text, "spec.yaml", str(folder), LARGE)
     assert file.spec is not None

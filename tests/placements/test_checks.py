@@ -523,7 +523,7 @@ def test_an_unsuitable_model_is_reported_with_all_types() -> None:
     six, wide = (whats(f"{SEVERAL}models: {{a: {{source: ./a, tp_degree: {tp}}}}}\n") for tp in (6, 64))
     assert (six, wide) == (
         [
-            "tp_degree 6 is not supported on any host: 1, 2, 4, 8, 12 and 24 on inf2.48xlarge; "
+            "tp_degree 6 is not supported on any host: 1, 2, 4, 8, 12, 16 and 24 on inf2.48xlarge; "
             "1, 2, 8, 16 and 32 on trn1.32xlarge"
         ],
         ["tp_degree 64 exceeds the cores of every host: 24 cores on inf2.48xlarge; 32 cores on trn1.32xlarge"],
@@ -532,12 +532,12 @@ def test_an_unsuitable_model_is_reported_with_all_types() -> None:
 
 def test_a_pin_on_a_type_without_the_degree_names_the_types_that_have_it() -> None:
     """The degree itself is legal."""
-    text = f"{SEVERAL}models: {{a: {{source: ./a, tp_degree: 16, cores: ['inf2.48xlarge/0:0-15']}}}}\n"
+    text = f"{SEVERAL}models: {{a: {{source: ./a, tp_degree: 24, cores: ['trn1.32xlarge/0:0-23']}}}}\n"
     (problem,) = problems_of(text)
     assert (problem.id, problem.what, problem.hint) == (
         "illegal-degree",
-        'pin "inf2.48xlarge/0:0-15" is on inf2.48xlarge, which does not support tp_degree 16',
-        "pin to a host of type trn1.32xlarge",
+        'pin "trn1.32xlarge/0:0-23" is on trn1.32xlarge, which does not support tp_degree 24',
+        "pin to a host of type inf2.48xlarge",
     )
 
 
@@ -804,7 +804,7 @@ def test_fixed_threads_of_a_real_host_count_as_far_as_they_fit() -> None:
     ("fields", "hint"),
     [
         ("tp_degree: 8, max_len: 8192", "quantize: int8 needs "),  # 16 GiB of weights on each core
-        ("tp_degree: 1", "use a larger instance type"),
+        ("tp_degree: 1", "tp_degree 16 needs "),  # a documented degree would need padded heads
         ("tp_degree: 24, allow_head_padding: true, max_batch: 512", "lower max_batch or max_len"),
     ],
 )
@@ -818,11 +818,11 @@ def test_a_hint_for_memory_can_work(fields: str, hint: str) -> None:
 
 
 def test_degrees_are_suggested_only_if_they_have_the_memory() -> None:
-    """64 heads on two of 24 cores would be legal, but too few for 70 billion parameters."""
+    """64 heads on two of 24 cores would be legal, but too few for 70 billion parameters; 16 are enough."""
     large = Checkpoint("llama", 64, 8, 80, 8192, 28672, 128, 128256, 8192, False, 70_553_706_496)
     text = f"{REAL}models: {{a: {{source: ./a, tp_degree: 24}}}}\n"
     (problem,) = [p for p in problems_of(text, {"a": large}) if p.id == "heads-not-divisible"]
-    assert problem.hint == "add allow_head_padding: true for an engine that pads with zeros"
+    assert problem.hint == "use 16, or add allow_head_padding: true for an engine that pads with zeros"
 
 
 @pytest.mark.parametrize(

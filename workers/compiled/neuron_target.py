@@ -9,7 +9,8 @@ from workers.host import host_facts
 
 OVERRIDE = "NEURON_PLATFORM_TARGET_OVERRIDE"
 LNC = ("NEURON_LOGICAL_NC_CONFIG", "NEURON_RT_VIRTUAL_CORE_SIZE")  # the second is the older name
-TARGETS = {"inf2": "trn1", "trn1": "trn1", "trn1n": "trn1", "trn2": "trn2", "trn2u": "trn2"}  # optimum-neuron's table
+TARGETS = {"inf2": "trn1", "trn1n": "trn1", "trn2u": "trn2", "trn3e": "trn3"}  # optimum-neuron's table, and trn3's
+DEFAULT_LNC = {"trn1": 1, "trn2": 2, "trn3": 2}
 
 
 @dataclass(frozen=True)
@@ -26,5 +27,5 @@ def current() -> NeuronTarget:
     name = os.environ.get(OVERRIDE) or TARGETS.get(family, family) or None
     lnc = next(filter(None, map(os.environ.get, LNC)), None)
     if lnc is None:
-        return NeuronTarget(name, {"trn1": 1, "trn2": 2}.get(name or ""))
+        return NeuronTarget(name, DEFAULT_LNC.get(name or ""))
     return NeuronTarget(name, int(lnc) if lnc.isdecimal() else lnc)

@@ -22,7 +22,7 @@ import msgspec
 from placements.engines.capabilities import Capabilities
 from placements.engines.registry import ENGINES
 from placements.engines.vllm.capabilities import RELEASES, VllmNeuron, version_of
-from placements.facts.versions import reaches
+from placements.facts.versions import reaches, series
 from workers.host.facts.tools import last_line, run
 from workers.messages.actor_message import actor_message
 from workers.messages.status import Failure
@@ -234,10 +234,11 @@ def vllm_refusal(interpreter: Interpreter, release: VllmNeuron | None) -> Failur
         return Failure("engine-not-installed", fact, _SET)
     if version_of(plugin) != version_of(release.plugin):
         fact = f"{path} has vllm-neuron {plugin}, but the plan is for {release.plugin}"
-        known = [other.plugin for other in RELEASES if version_of(other.plugin) == version_of(plugin)]
-        hint = f'set engines.vllm.plugin: "{known[0]}"' if known else f"install vllm-neuron {release.plugin}"
+        hint = f"install vllm-neuron {release.plugin}"
+        if version_of(plugin) >= version_of(RELEASES[0].plugin):
+            hint = f'set engines.vllm.plugin: "{series(plugin)}"'
         return Failure("vllm-release-differs", fact, hint)
-    if version_of(vllm) != version_of(release.vllm):
+    if release in RELEASES and version_of(vllm) != version_of(release.vllm):
         fact = f"{path} has vllm {vllm}, but vllm-neuron {plugin} is for vLLM {release.vllm}"
         return Failure("vllm-release-differs", fact, f"install vllm {release.vllm} there")
     return None

@@ -33,10 +33,18 @@ from workers.messages import json_form
 
 log = logging.getLogger(__name__)
 
-# Environment variables that are removed for every replica. The first would narrow the cores of some engines; the others
-# are for models over several hosts, and transformers-neuronx reads them for its NeuronConfig (`config`, `decoder`).
+# Environment variables that are removed for every replica. The first would narrow the cores of some engines, and the
+# second is the older name of NEURON_LOGICAL_NC_CONFIG, which a replica has where it matters. The others are for models
+# over several processes or hosts: neuronx-distributed and NxD Inference take them for a group that has begun
+# (`parallel_state`, `utils.distributed`, `application_base`), and NXD_CPU_MODE keeps them off the devices (`utils`);
+# transformers-neuronx reads its own for its NeuronConfig (`config`, `decoder`).
 NEVER_SET = (
     "NEURON_RT_NUM_CORES",
+    "NEURON_RT_VIRTUAL_CORE_SIZE",
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "TORCHELASTIC_RUN_ID"),
+    *("NEURON_RT_ROOT_COMM_ID", "NEURON_PJRT_PROCESS_INDEX", "NEURON_PJRT_PROCESSES_NUM_DEVICES"),
+    *("NEURONCORE_NUM_DEVICES", "NXD_CPU_MODE"),
     "NEURON_RANK_ID",
     "NEURON_LOCAL_TP",
     "NEURON_PP_STAGES",

@@ -52,6 +52,7 @@ CAPABILITIES = OptimumCapabilities(
     stores_shards=True,
     exports_graphs=True,
     unused=(Unused(("buckets", "fuse_qkv", "compiler"), "remove {field}", ", which chooses it itself"),),
+    not_on=frozenset({"trn3"}),
     absent="not in AWS's images; see docs/engines.md",
 )
 """``prefill_chunk_size``: tokens of a prompt in one run, from Optimum Neuron 0.4.6 on; 0: all. In 0.4.5, Qwen's

@@ -34,7 +34,7 @@ def planned_packages(case: Case, host: Host) -> Mapping[str, str]:
     return {"vllm-neuron": release.plugin, **sdk.packages} if release and sdk else {}
 
 
-def _plugins(case: Case, *names: vllm.PluginRelease) -> str:
+def _plugins(case: Case, *names: str) -> str:
     """Returns the releases of the plugin that the model works with, quoted, in words; "" if there is none."""
     settings = case.spec.engines.get(case.engine, EngineSettings())
     changed = {name: {**case.spec.engines, case.engine: settings.model_copy(update={"plugin": name})} for name in names}
@@ -44,7 +44,7 @@ def _plugins(case: Case, *names: vllm.PluginRelease) -> str:
 def flags_are_known(case: Case) -> Iterator[Problem]:
     """engine_options are flags of vLLM that corewright does not set itself."""
     options = case.model.engine_options
-    versions = [(release.vllm, str(release.plugin)) for release in releases(case)] or [("", "")]
+    versions = [(release.vllm, release.plugin) for release in releases(case)] or [("", "")]
     findings = [finding for version, plugin in versions for finding in check_flags(options, version, plugin)]
     for id, path, fact, hint in {finding.path: finding for finding in findings}.values():
         yield case.problem(id, ("engine_options", *path), fact, hint)
@@ -59,7 +59,7 @@ def plugin_runs_here(case: Case) -> Iterator[Problem]:
                 continue
             where, hint = ("engine",), f'set engines.vllm.plugin: "{last}"'
             if release.back_end == "neuron":
-                fact = f"vllm-neuron {release.plugin} does not run on {machine}: it requires trn2"
+                fact = f"vllm-neuron {release.plugin} does not run on {machine}: it requires trn2 or trn3"
                 yield case.problem("engine-unsupported-here", where, fact, hint)
             else:
                 fact = f"vllm-neuron {release.plugin} is for Neuron SDK {release.sdk}, which requires trn2; "
@@ -276,6 +276,19 @@ def interpreter_is_named(spec: Spec) -> Iterator[Problem]:
         yield Problem("interpreter-unset", "warning", spec.where("models", names[0], "engine"), fact, hint)
 
 
+def plugin_is_known(spec: Spec) -> Iterator[Problem]:
+    """The release of the plugin is one that corewright knows; another one is planned as the last known one before."""
+    settings = spec.engines.get("vllm")
+    if settings is None or settings.plugin is None:
+        return
+    release = vllm.release_for("", settings.plugin)
+    if release not in vllm.RELEASES:
+        known = next(each.plugin for each in vllm.RELEASES if each.vllm == release.vllm)
+        fact = f"vllm-neuron {settings.plugin} is not known to this corewright, and is planned as {known}"
+        hint = "flags, memory and drafts may differ: test a model with it first"
+        yield Problem("engine-version-unknown", "warning", spec.where("engines", "vllm", "plugin"), fact, hint)
+
+
 RULES = EngineRules(
     rules=(
         flags_are_known,
@@ -289,7 +302,7 @@ RULES = EngineRules(
         settings_have_an_effect,
     ),
     of_every_model=(adapters_fit_the_server, adapters_are_of_the_model),
-    of_spec=(launches_can_be_run, interpreter_is_named),
+    of_spec=(launches_can_be_run, interpreter_is_named, plugin_is_known),
     draft=objection_to_draft,
     packages=planned_packages,
     readers=readers,

@@ -32,7 +32,7 @@ from workers.engines.package_contract import Drift
 from workers.host.facts.machine import HostFacts, NeuronProcess
 from workers.host.facts.neuron_ls import Device
 from workers.host.facts.tools import Versions
-from workers.host.interpreter import Interpreter
+from workers.host.interpreter import Interpreter, vllm_refusal
 
 DEADLINE_S = 30
 WHOLE = WholeMachine(cpus=tuple(range(192)), instance="inf2.48xlarge")
@@ -219,6 +219,22 @@ def test_the_interpreter_of_vllm_is_checked_for_its_release(packages: dict[str, 
     assert [id for id, *_ in problems_of(interpreters=(WELL.interpreters[0], reading))] == ids
 
 
+@pytest.mark.parametrize(
+    ("installed", "planned", "hint"),
+    [
+        ("0.24.0.1.1.0", "0.29", 'set engines.vllm.plugin: "0.24"'),
+        ("0.33.0.1.4.0", "0.29", 'set engines.vllm.plugin: "0.33"'),  # not known
+        ("0.33.0.1.4.0", "0.33", None),
+        ("0.1.0", "0.29", "install vllm-neuron 0.29"),
+    ],
+)
+def test_another_release_of_the_plugin_can_be_planned(installed: str, planned: str, hint: str | None) -> None:
+    """Known to corewright or not; the first ones are not supported."""
+    packages = {"vllm": installed[:6], "vllm-neuron": installed}
+    refused = vllm_refusal(Interpreter(python="/p", version="3.14.0", packages=packages), release_for("trn2", planned))
+    assert (refused and refused.hint) == hint
+
+
 def test_engine_auto_without_an_installed_engine_is_reported() -> None:
     """Neither in the command's own interpreter nor in those of the spec."""
     own = dataclasses.replace(WELL.interpreters[0], needed_for=("auto",))
@@ -236,12 +252,41 @@ def test_drift_is_reported_for_engines_in_use() -> None:
     assert problems_of(interpreters=with_second(drifts=drifts, needed_for=())) == []
 
 
-def test_an_engine_that_does_not_run_on_this_machine_is_reported() -> None:
-    """NxD Inference 0.9 needs Trainium 2."""
-    drift = dataclasses.replace(NXD_DRIFT, installed="0.9.1", recorded="0.9")
-    assert problems_of(interpreters=with_second(drifts=(drift,))) == [
-        ("engine-unsupported-here", "warning", "fleet.yaml:4:27")
-    ]
+@pytest.mark.parametrize(
+    ("changes", "machine", "ids"),
+    [
+        ({"engine": "transformers-neuronx", "installed": "0.13.798"}, "trn2.48xlarge", ["engine-unsupported-here"]),
+        ({"installed": "0.9.1"}, "inf2.48xlarge", ["engine-in-maintenance"]),
+        ({"installed": "0.10.18399"}, "inf2.48xlarge", ["engine-in-maintenance", "engine-version-unknown"]),
+        ({"installed": "0.10.18399"}, "trn2.48xlarge", ["engine-version-unknown"]),
+        ({"installed": "0.8.1"}, "inf2.48xlarge", []),
+    ],
+)
+def test_a_version_is_compared_with_the_machine_and_the_known_ones(
+    changes: dict[str, Any], machine: str, ids: list[str]
+) -> None:
+    """What runs, or may run, is a warning only."""
+    drift = dataclasses.replace(NXD_DRIFT, **{"recorded": "0.9", **changes})
+    facts = msgspec.structs.replace(WELL.facts, instance_type=machine)
+    interpreters = with_second(drifts=(drift,), needed_for=(drift.engine,))
+    reported = report(dataclasses.replace(WELL, facts=facts, interpreters=interpreters)).problems
+    of_versions = {"engine-unsupported-here", "engine-in-maintenance", "engine-version-unknown"}
+    assert [problem.id for problem in reported if problem.id in of_versions] == ids
+
+
+def test_a_driver_that_is_too_old_for_the_runtime_is_an_error() -> None:
+    """As in a newer container on an older host."""
+    versions = msgspec.structs.replace(WELL.facts.versions, runtime="2.35.30.0", driver="2.26.10.0")
+    facts = msgspec.structs.replace(WELL.facts, versions=versions)
+    assert problems_of(facts=facts) == [("driver-too-old", "error", "")]
+    assert problems_of(facts=msgspec.structs.replace(facts, versions=Versions(runtime="2.35.30.0"))) == []
+
+
+def test_a_device_that_the_driver_calls_unhealthy_is_reported() -> None:
+    """With its failing components."""
+    facts = msgspec.structs.replace(WELL.facts, unhealthy={3: "hbm,sram"})
+    (problem,) = report(dataclasses.replace(WELL, facts=facts)).problems
+    assert (problem.id, problem.what) == ("device-unhealthy", "the driver reports faults of device 3: hbm,sram")
 
 
 def engines_of(*environments: Interpreter) -> dict[str, str]:
@@ -260,7 +305,7 @@ def test_an_engine_in_an_environment_of_the_image_works() -> None:
 @pytest.mark.parametrize(
     ("packages", "engine", "reason"),
     [
-        ({"neuronx-distributed-inference": "0.9.17334"}, "nxd-inference", "0.9.17334 does not run on inf2"),
+        ({"neuronx-distributed-inference": "0.3.5591"}, "nxd-inference", "0.3.5591 is too old"),
         ({"vllm": "0.16.0", "vllm-neuron": "0.5.0"}, "vllm", "0.16.0 does not run on inf2"),
         ({"torch-neuronx": "2.9.0.2.12.22436"}, "torch-neuronx", "has no neuronx-cc and no torch and no"),
         ({}, "transformers-neuronx", "the last image with it: SDK 2.25, Ubuntu 22.04"),

@@ -140,6 +140,13 @@ def test_each_plugin_gets_its_cores_by_its_own_variable() -> None:
     assert new["PROMETHEUS_MULTIPROC_DIR"] == "/f/metrics"
 
 
+def test_the_back_end_is_named_from_0_29_on() -> None:
+    """It is the default there, but only its name turns the Precompile Cache on."""
+    named = [env("neuron", version).get("VLLM_NEURON_BACKEND") for version in ((0, 24), (0, 29), (0, 33))]
+    assert named == [None, "neuron_native", "neuron_native"]
+    assert "VLLM_NEURON_BACKEND" not in env("nxd", (0, 29)) | env("cpu", (0, 29))
+
+
 def test_the_time_limits_of_vllm_are_the_deadline_of_the_start() -> None:
     """Otherwise a compile longer than ten minutes ends the server."""
     limits = {name for name, value in env("neuron").items() if value == "1800"}

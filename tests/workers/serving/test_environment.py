@@ -24,6 +24,13 @@ def set_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     "name",
     [
         "NEURON_RT_NUM_CORES",
+        "NEURON_RT_VIRTUAL_CORE_SIZE",
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_PORT",
+        "NEURON_RT_ROOT_COMM_ID",
+        "NXD_CPU_MODE",
         "NEURON_RANK_ID",
         "NEURON_LOCAL_TP",
         "NEURON_PP_STAGES",
@@ -31,8 +38,8 @@ def set_variables(monkeypatch: pytest.MonkeyPatch) -> None:
         "NEURON_VOCAB_PAD_DIVISOR",
     ],
 )
-def test_a_replica_removes_variables_for_models_over_several_hosts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines read them at import."""
+def test_a_replica_removes_variables_of_groups_of_processes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines read them at import or when they load."""
     monkeypatch.setattr(replica, "NEURON_MODULES", frozenset())  # torch is already imported in this process
     replica.set_environment({})
     assert name not in os.environ

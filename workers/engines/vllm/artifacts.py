@@ -5,7 +5,9 @@ only warns where settings differ; without the variable, 0.2 deletes its folder a
 variable is always set, to an entry whose manifest has every setting. Only a device compiles.
 
 The later plugin keeps a folder for each graph, ``neuron/compile_cache/<32 hex digits>`` below `VLLM_CACHE_ROOT`, and
-compiles on a host without devices, too. An entry has all folders of a start.
+compiles on a host without devices, too. An entry has all folders of a start. It does not read the variable above. From
+0.29 on it keeps the traces of graphs below `VLLM_CACHE_ROOT`, too, if `VLLM_NEURON_BACKEND` is set (Precompile Cache):
+on a host they last as long as the entry, and are not part of it.
 
 An entry is complete only after its server was ready.
 """
@@ -55,7 +57,8 @@ SERVED_ALIKE = frozenset(
 )
 """Flags that no graph depends on."""
 FLAGS = "NEURON_CC_FLAGS"
-RUN_ALIKE = frozenset({URL, OVERRIDE, *LNC, "NEURON_PROCESS_TAG", "NEURON_VISIBLE_DEVICES", "VLLM_CACHE_ROOT"})
+_CACHES = frozenset({"NEURON_LIBTORCH_REMOTE_CACHE", "VLLM_CACHE_ROOT"})
+RUN_ALIKE = _CACHES | {URL, OVERRIDE, *LNC, "NEURON_PROCESS_TAG", "NEURON_VISIBLE_DEVICES"}
 """Variables that no graph depends on, or that the manifest has as its target."""
 _READ = ("DISABLE_NEURON_", "NEURON_", "UNSAFE_", "VLLM_NEURON_", "XLA_")  # prefixes of variables that change graphs
 _SHOWN = {"tensor-parallel-size": "tp_degree", "max-num-seqs": "batch_size", "max-model-len": "seq_len"}

@@ -37,6 +37,7 @@ READY = "/health"
 CPU_KV_GIB = 1  # the KV cache of the CPU back end; the CPU of a host is shared, so not vLLM's 4
 UNIX_SINCE: Version = (0, 14)  # `--uds`; before, a port
 QUEUED_SINCE: Version = (0, 28)  # `--max-num-queued-reqs`
+NATIVE_SINCE: Version = (0, 29)  # the plugin lowers graphs by PyTorch itself, and can keep the traces of graphs
 METRICS = "metrics"
 
 
@@ -207,6 +208,8 @@ def environment(config: ReplicaConfig, installed: VllmInstallation, folder: Path
             env["NEURON_VISIBLE_DEVICES"] = cores
         env["PROMETHEUS_MULTIPROC_DIR"] = str(folder / METRICS)
         env.pop(vllm_artifacts.FLAGS, None)  # they would replace the plugin's flags
+        if installed.version >= NATIVE_SINCE:  # the default, but only its name turns the Precompile Cache on
+            env["VLLM_NEURON_BACKEND"] = "neuron_native"
         limits += ["VLLM_NEURON_COMPILATION_TIMEOUT", "NEURON_LIBTORCH_COMPILATION_TIMEOUT"]
     deadlines = config.model.deadlines
     return env | dict.fromkeys(limits, str(math.ceil(deadlines.start_s + deadlines.compile_s)))
