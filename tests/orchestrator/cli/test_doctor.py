@@ -131,12 +131,6 @@ def test_missing_devices_are_reported(dev: range, listed: int) -> None:
     assert problems_of(dev=tuple(dev), facts=facts(devices=DEVICES[:listed])) == [("devices-differ", "warning", "")]
 
 
-@pytest.mark.parametrize(("driver", "ids"), [("2.26.5.0", [("known-failure", "error", "")]), ("2.27.4.0", [])])
-def test_a_driver_that_is_too_old_for_the_runtime_is_an_error(driver: str, ids: list[tuple[str, str, str]]) -> None:
-    """AWS says that it never works."""
-    assert problems_of(facts=facts(versions=Versions(driver=driver, runtime="2.32.31.0", tools=None))) == ids
-
-
 @pytest.mark.parametrize(
     ("packages", "count"),
     [({"neuronx-cc": "2.23.6484.0"}, 1), ({"neuronx-cc": "2.22.12471.0"}, 0), ({}, 1)],
