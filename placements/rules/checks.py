@@ -240,8 +240,8 @@ def threads_within_budget(spec: Spec, hosts: Sequence[Host]) -> Iterator[Problem
     models = [model for model in spec.models if not model.broken & {"threads", "tp_degree", "replicas", "engine"}]
     over: dict[tuple[object, ...], tuple[int, int, Host]] = {}
     for host in hosts:
-        kind = (host.topology, len(host.cpus), host.reserve_vcpus, host.emulated, len(host.reserved_cores))
         budget = len(host.usable_cpus)
+        kind = (host.topology, budget, len(host.physical_cores), host.emulated, len(host.reserved_cores))
         if kind not in over and budget >= 1:
             able = [
                 model for model in models if _suits(model, host) and not (host.emulated and model.threads == "share")
