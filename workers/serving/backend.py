@@ -107,4 +107,5 @@ def failure_of(id: str, error: Exception, activity: str, config: ReplicaConfig) 
     if fault is None or fault.id != "cores-taken":
         return fault or failure
     owners = [f"nc{core} by pid {pid} ({command})" for core, (pid, command) in who_holds(config.place.cores).items()]
-    return msgspec.structs.replace(fault, what=f"{fault.what}; held: {', '.join(owners) or 'by no process now'}")
+    what = f"{fault.what}; held: {', '.join(owners) or 'by no process now'}"
+    return msgspec.structs.replace(fault, what=what, held=bool(owners))
