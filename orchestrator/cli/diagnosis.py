@@ -17,6 +17,7 @@ from placements.facts.neuron_releases import sdk_of
 from placements.facts.plural import plural
 from placements.facts.topology import TOPOLOGIES
 from placements.spec.problems import Problem, in_order
+from workers.compiled import neuron_target
 from workers.engines.package_contract import Drift
 from workers.host.facts.machine import HostFacts, Owner, owners
 from workers.host.interpreter import Interpreter, refusal, vllm_refusal
@@ -176,6 +177,9 @@ def _device_problems(readings: Readings) -> list[Problem]:
     listed = tuple(device.index for device in facts.devices)
     if not readings.dev:
         return problems
+    override = readings.interpreters[0].interpreter.target
+    if topology is not None and (refused := neuron_target.refusal(override, topology.instance)) is not None:
+        problems.append(Problem(refused.id, "error", "", refused.what, refused.hint))
     if topology is not None and topology.devices != len(readings.dev):
         message = f"{topology.instance} has {topology.devices} Neuron devices, but /dev shows {len(readings.dev)}"
         hint = "check which devices a container has; `dmesg | grep -i neuron` shows devices that failed"
