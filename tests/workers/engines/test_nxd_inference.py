@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -44,6 +45,7 @@ from workers.engines.nxd_inference.config import NxdSettings
 from workers.engines.nxd_inference.engine import NxdEngine
 from workers.engines.open_engine import open_engine
 from workers.engines.package_contract import Drift
+from workers.engines.weight_files import tensors_of
 from workers.host.neuron_faults import fault_of
 from workers.messages.engine_protocol import EngineLoadError
 from workers.serving.prepare import predict
@@ -95,6 +97,20 @@ def test_a_killed_compile_reports_its_cause(
     assert fault.id == "compiler-killed"
     assert Path(error.hint.split()[-1]).exists()
     opened(sources("llama"), tmp_path / "compiled")
+
+
+@pytest.mark.parametrize(("dtype", "width"), [("fp32", 4), ("bf16", 2)])
+def test_a_compile_without_room_for_its_shards_does_not_begin(
+    dtype: str, width: int, nxd: Neuron, sources: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are a copy of the weights, in the dtype of serving; the compiler may work for an hour before."""
+    tensors = tensors_of(sources("llama") / "model.safetensors").values()
+    disk = SimpleNamespace(free=sum(math.prod(tensor.shape) for tensor in tensors) * width - 1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: disk)
+    error = refused(lambda: opened(sources("llama"), tmp_path / "compiled", dtype=dtype))
+    assert (error.id, str(tmp_path / "compiled") in error.what) == ("disk-full", True)
+    disk.free += 1
+    opened(sources("llama"), tmp_path / "compiled", dtype=dtype)
 
 
 def test_a_compiling_process_does_not_outlive_the_one_that_waits() -> None:

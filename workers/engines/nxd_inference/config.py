@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from placements.engines import options as tables
-from placements.engines.capabilities import SHORTEST_BUCKET
+from placements.engines.capabilities import SHORTEST_BUCKET, Dtype
 from placements.engines.nxd_inference.capabilities import (
     NXD_E5M2,
     NXD_QUANTIZED_DTYPES,
@@ -38,7 +38,7 @@ class NxdSettings(CheckpointSettings, frozen=True):
     """The part of a replica's configuration that the artifacts and their use depend on."""
 
     source: str
-    dtype: str
+    dtype: Dtype
     slots: int
     max_len: int
     tp_degree: int
