@@ -41,8 +41,9 @@ from tests.workers.nxdi_traffic import (
 )
 from tests.workers.nxdi_traffic import sources as sources
 from workers.engines.nxd_inference import artifacts
-from workers.engines.nxd_inference.config import NxdSettings
+from workers.engines.nxd_inference.config import NxdSettings, lengths, neuron_options
 from workers.engines.nxd_inference.engine import NxdEngine
+from workers.engines.nxd_inference.precompiled import with_sharding
 from workers.engines.open_engine import open_engine
 from workers.engines.package_contract import Drift
 from workers.engines.weight_files import tensors_of
@@ -407,10 +408,25 @@ def test_families_and_windows_that_the_package_lacks_are_refused(
     window = sources("mistral-window")
     draft = refused(lambda: opened(window, tmp_path, draft_source=str(window), draft_k=2))
     assert (draft.id, "for mistral with a draft" in draft.what) == ("window-not-kept", True)
-    opened(window, tmp_path)
+    opened(window, tmp_path, prefill_buckets=[32, 64])
     play(monkeypatch, "0.6")
     assert refused(lambda: opened(window, tmp_path)).id == "window-not-kept"
     opened(window, tmp_path, max_len=WINDOW, prefill_buckets=[WINDOW], decode_buckets=[WINDOW])
+
+
+def test_no_bucket_of_prompts_is_shorter_than_a_sliding_window(
+    nxd: Neuron, sources: Checkpoints, tmp_path: Path
+) -> None:
+    """Its graph reads as many tokens as the window has. By default the shortest bucket is the window."""
+    short = refused(lambda: opened(sources("mistral-window"), tmp_path / "compiled"))
+    assert (short.id, short.hint) == ("bad-buckets", f"use buckets of {WINDOW} tokens or more")
+    source = Path(shutil.copytree(sources("mistral-window"), tmp_path / "model"))
+    edit(source, sliding_window=300)
+    settings = NxdSettings.of(replica_config(source, None, max_len=1000, prefill_buckets=[], decode_buckets=[]))
+    settings = with_sharding(settings)
+    sizes = lengths(settings)
+    assert (sizes.context_buckets, sizes.decode_buckets) == ((300, 600, 1000), (128, 256, 512, 1000))
+    assert neuron_options(settings, sizes, (0, 8), "")["attn_kernel_enabled"] is False  # the window's own kernel
 
 
 @pytest.mark.parametrize(
