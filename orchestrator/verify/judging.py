@@ -10,8 +10,11 @@ from placements.engines.capabilities import Dtype
 from workers.serving.timed_answers import TimedAnswer
 
 TOLERANCE: Mapping[Dtype, float] = {"fp32": 0.01, "fp16": 0.1, "bf16": 0.5}
-"""By how much a log probability may differ from transformers' in float32, which read the same bfloat16 weights. Random
-weights with the deviation 0.2 make the differences of rounding large; a wrong position or mask gives several units."""
+"""By how much a log probability may differ from transformers' in float32, which read the same bfloat16 weights: rounding
+gave up to 0.35 with the stand-ins of AWS's packages; a wrong position or mask gives several units."""
+MAX_ROUTED = 0.05
+"""The share of tokens that may differ by more in a type of two bytes: where two experts of a mixture are about equal,
+rounding chooses the other one."""
 MAX_STEP_RATIO = 1.1  # of a pinned replica's step to an unpinned one's
 MAX_HOLD_RATIO = 1.5  # of the time that a prefill holds others up to its time alone, beside two steps
 NOISE_S = 0.005  # by which the scheduler of a busy host delays a step
@@ -45,13 +48,13 @@ ScoredRow = tuple[TimedAnswer, Sequence[float], Sequence[float]]
 
 def scored(claim: str, subject: str, dtype: Dtype, rows: Sequence[ScoredRow]) -> Verdict:
     """Returns whether greedy answers are the most probable ones."""
-    tolerance = TOLERANCE[dtype]
     failed = [f"{answer.id}: {answer.error or answer.finish}" for answer, _, _ in rows if not answer.token_ids]
     behind = [top - each for _, own, best in rows for each, top in zip(own, best, strict=True)]
-    worst = max(behind, default=0.0)
-    found = f"{len(behind)} tokens, at most {worst:.3f} less probable than the best (allowed {tolerance})"
-    holds = not failed and bool(behind) and worst <= tolerance
-    return proved(claim, holds, "; ".join(failed) or found, subject, tokens=len(behind), worst=round(worst, 5))
+    holds, found = _within(behind, dtype)
+    found = "; ".join(failed) or f"{len(behind)} tokens, {found} less probable than the best"
+    return proved(
+        claim, holds and not failed, found, subject, tokens=len(behind), worst=round(max(behind, default=0.0), 5)
+    )
 
 
 def same_logprobs(subject: str, dtype: Dtype, rows: Sequence[ScoredRow]) -> Verdict:
@@ -59,8 +62,16 @@ def same_logprobs(subject: str, dtype: Dtype, rows: Sequence[ScoredRow]) -> Verd
     off = [abs(a - b) for answer, own, _ in rows if answer.logprobs for a, b in zip(answer.logprobs, own, strict=True)]
     if not off:
         return not_run("logprobs", "the engine gives none", subject)
-    found = f"they differ by at most {max(off):.4f} (allowed {TOLERANCE[dtype]})"
-    return proved("logprobs", max(off) <= TOLERANCE[dtype], found, subject, worst=round(max(off), 5))
+    holds, found = _within(off, dtype)
+    return proved("logprobs", holds, f"{len(off)} tokens differ by {found}", subject, worst=round(max(off), 5))
+
+
+def _within(differences: Sequence[float], dtype: Dtype) -> tuple[bool, str]:
+    """Returns whether differences of log probabilities are those of rounding, and the largest in words."""
+    beyond = sum(each > TOLERANCE[dtype] for each in differences)
+    allowed = 0 if dtype == "fp32" else int(MAX_ROUTED * len(differences))
+    found = f"at most {max(differences, default=0.0):.3f} (allowed {TOLERANCE[dtype]}"
+    return bool(differences) and beyond <= allowed, f"{found}, {beyond} beyond it)" if beyond else f"{found})"
 
 
 def paces(answer: TimedAnswer) -> list[float]:

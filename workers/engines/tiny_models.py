@@ -16,7 +16,7 @@ import msgspec
 
 from workers.host.json_process import ChildRequest, answering, read_request
 
-WEIGHT_STD = 0.2  # with which random models give each token its own probability
+WEIGHT_STD = 0.1  # with which random models give each token its own probability
 
 
 class TinyModel(msgspec.Struct, frozen=True, kw_only=True):

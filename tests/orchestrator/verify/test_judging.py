@@ -25,6 +25,15 @@ def test_a_token_that_is_less_probable_than_the_best_by_more_than_rounding_refut
         assert (verdict.claim, verdict.subject, verdict.result) == ("tokens", "llama", result)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "count", "result"), [("bf16", 5, "proved"), ("bf16", 6, "refuted"), ("fp32", 1, "refuted")]
+)
+def test_rounding_may_choose_another_expert_for_few_tokens(dtype: Dtype, count: int, result: str) -> None:
+    """For one in twenty, in a type of two bytes."""
+    own = [-1.0] * (100 - count) + [-9.0] * count
+    assert scored("tokens", "", dtype, [(answer(*range(100)), own, [-1.0] * 100)]).result == result
+
+
 def test_a_log_probability_that_differs_from_the_reference_refutes() -> None:
     own = [-1.0, -2.0]
     for given, result in (((-1.0, -2.005), "proved"), ((-1.0, -2.5), "refuted"), ((), "not run")):
