@@ -10,8 +10,8 @@ from placements.engines.capabilities import Dtype
 from workers.serving.timed_answers import TimedAnswer
 
 TOLERANCE: Mapping[Dtype, float] = {"fp32": 0.01, "fp16": 0.1, "bf16": 0.5}
-"""By how much a log probability may differ from transformers' in float32, which read the same bfloat16 weights: rounding
-gave up to 0.35 with the stand-ins of AWS's packages; a wrong position or mask gives several units."""
+"""By how much a log probability may differ from transformers' in float32, which read the same bfloat16 weights:
+rounding gave up to 0.35 with the stand-ins of AWS's packages; a wrong position or mask gives several units."""
 MAX_ROUTED = 0.05
 """The share of tokens that may differ by more in a type of two bytes: where two experts of a mixture are about equal,
 rounding chooses the other one."""
