@@ -271,8 +271,8 @@ def _version_problems(
     elif topology is not None and (why := engine.maintenance(version, topology.family)):
         hint = "test a model with it first; AWS fixes only critical faults and gaps in its security"
         yield Problem("engine-in-maintenance", "warning", reading.where, f"{subject} {why}", hint)
-    if engine.is_newer(version):
-        fact = f"{subject} is not known to this corewright, and is planned as {engine.versions[-1]}"
+    if last := engine.planned_as(version):
+        fact = f"{subject} is not known to this corewright, and is planned as {last}"
         hint = "options and memory may differ: test a model with it first"
         yield Problem("engine-version-unknown", "warning", reading.where, fact, hint)
 
