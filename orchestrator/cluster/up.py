@@ -61,6 +61,7 @@ from orchestrator.process.waiting_notice import WaitingNotice
 from placements.facts.topology import Host
 from placements.spec.problems import render
 from workers.host import host_facts as this_host
+from workers.host.facts.reading import read_cpu_layout
 from workers.host.task_boundary import task_boundary
 from workers.host.warm_processes import HANDED_OVER, WarmProcesses
 
@@ -526,6 +527,7 @@ class Up:
             cpus=self._cpus,
             instance=spec.instance if own else None,
             devices=(this_host.devices() or None) if own else None,
+            layout=read_cpu_layout(spec.instance) if own else None,
             record=None if own else record,
             emulated=() if own else tuple(sorted(emulated_types(spec.hosts))),
             daemon_pid=record.pid,

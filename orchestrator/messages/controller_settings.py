@@ -8,6 +8,7 @@ import msgspec
 
 from orchestrator.messages.gateway_places import HOSTS
 from orchestrator.process.home import FleetRecord
+from placements.facts.cpu_layout import CpuLayout
 from placements.facts.topology import Machine
 from workers.artifacts.store.store import StoreSettings
 from workers.messages.credentials import Credentials
@@ -44,6 +45,7 @@ class ControllerSettings(FleetSettings, frozen=True, kw_only=True):
     cpus: tuple[int, ...]  # of this machine, for planning
     instance: str | None  # of this machine, when it has Neuron devices
     devices: tuple[int, ...] | None = None  # n of its /dev/neuron<n>
+    layout: CpuLayout | None = None  # of its CPUs; None: unknown, or on a Ray cluster
     record: FleetRecord | None = None  # on a Ray cluster that others started: what the controller completes and writes
     emulated: tuple[str, ...] = ()  # instance types that the spec emulates on such a cluster
     daemon_pid: int = 0
@@ -59,4 +61,4 @@ class ControllerSettings(FleetSettings, frozen=True, kw_only=True):
     @property
     def machine(self) -> Machine:
         """The machine, or each machine of the joined cluster, that revisions are resolved for."""
-        return Machine(self.cpus, self.instance, self.joined, self.devices)
+        return Machine(self.cpus, self.instance, self.joined, self.devices, self.layout)

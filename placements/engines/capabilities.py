@@ -51,6 +51,13 @@ ON_CPUS = (
 """Settings of Neuron devices, which engines on the host's CPUs do not use."""
 
 
+_BY_TRANSFORMERS = "with the class of transformers, which may lose precision on Neuron devices"
+LLAMA_ROPES: Mapping[str, str] = MappingProxyType(
+    {"llama3": "", **dict.fromkeys(("linear", "dynamic", "yarn", "longrope"), _BY_TRANSFORMERS)}
+)
+"""What the class of Llama computes in NxD Inference (``NeuronLlamaAttention.get_rope``) and in Optimum Neuron 0.4."""
+
+
 class ClassOptions(NamedTuple):
     """Options that only the models of some families have."""
 
@@ -92,6 +99,10 @@ class Capabilities:
     refused: Mapping[str, str] = field(default_factory=lambda: _NONE)  # family -> why it is not served
     outside: str = ""  # why no family but ``families`` is served
     own_families: bool = False  # it also serves families that corewright has no facts of
+    weights: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: _NONE)
+    """Family -> methods of quantized weights that it reads, see `Checkpoint.quantized_by`."""
+    ropes: Mapping[str, Mapping[str, str]] = field(default_factory=lambda: _NONE)
+    """Family -> types of rotary positions that it computes besides "default" -> what may differ; "": nothing."""
     stores_shards: bool = False  # compiled artifacts hold the weights of each core, and are found by their digests
     exports_graphs: bool = False  # its package registers compiled graphs without their weights
 

@@ -107,6 +107,7 @@ def may_run(engine: Engine, host: Host, model_type: str | None) -> bool:
     return runs and (model_type is None or serves(engine, model_type, topology.family))
 
 
+@cache
 def sdks_with(engine: Engine, machines: str) -> tuple[Sdk, ...]:
     """Returns the releases whose images have an environment with an engine that is supported on a family of machines,
     without those where it is in maintenance."""

@@ -39,6 +39,12 @@ class Sdk:
         return series(self.sdk)
 
     @property
+    def packages(self) -> Mapping[str, str]:
+        """The compiler and NxD Inference: distribution -> version, where it is stated."""
+        versions = {"neuronx-cc": self.neuronx_cc, "neuronx-distributed-inference": self.nxd_inference}
+        return {name: version for name, version in versions.items() if version}
+
+    @property
     def superseded(self) -> str:
         """The day from which its images and containers get no more updates, that of the next release; "" if it is the
         newest (AWS's maintenance policy, about-neuron/sdk-policy.rst: updates are not applied to older images)."""

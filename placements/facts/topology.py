@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
+
+from placements.facts.cpu_layout import LAYOUTS, CpuLayout, PhysicalCore, cpus_of_neuron_cores
 
 Link = Literal["none", "line", "ring", "torus", "switch"]
 
@@ -50,10 +53,15 @@ LNC_FAMILIES = frozenset({"trn2", "trn3"})
 _TRN3 = "its name is the Neuron driver's; vCPUs and memory are an UltraServer's, divided by its servers"
 
 
+def family_of(instance: str) -> str:
+    """Returns the family of an instance type, or of a family itself: "trn1" of "trn1n.32xlarge"."""
+    return instance[:4]
+
+
 def _type(
     instance: str, devices: int, cores: int, hbm: int, vcpus: int, memory_gib: int, link: Link, note: str = ""
 ) -> Topology:
-    family = instance[:4]
+    family = family_of(instance)
     lnc = 2 if family in LNC_FAMILIES else None
     return Topology(instance, family, devices, cores, hbm, vcpus, memory_gib, link, lnc, note)
 
@@ -156,20 +164,39 @@ class Host:
     name: str  # "inf2.48xlarge/0"
     topology: Topology | None
     cpus: tuple[int, ...]  # ids of the available CPUs, ascending
-    reserve_vcpus: int = 0  # reserved for the system: the first of ``cpus``
+    reserve_vcpus: int = 0  # to reserve for the system; whole physical cores are
     reserved_cores: frozenset[int] = frozenset()
     emulated: bool = False  # the accelerator only; CPUs are real
     memory_gib: float | None = None  # available to replicas; None: no limit (emulated hosts share the machine's memory)
+    layout: CpuLayout | None = None  # as observed on the machine; None: unknown
 
     @property
     def cores(self) -> int:
         """The number of NeuronCores, reserved ones included; 0 on a plain CPU host."""
         return self.topology.cores if self.topology else 0
 
-    @property
+    @cached_property
+    def cpu_layout(self) -> CpuLayout | None:
+        """The layout of the CPUs; None: unknown. An emulated host has that of its type if the machine has the CPUs."""
+        published = None
+        if self.topology is not None and self.cpus[: self.topology.vcpus] == tuple(range(self.topology.vcpus)):
+            published = LAYOUTS.get(self.topology.instance)
+        return (published or self.layout) if self.emulated else (self.layout or published)
+
+    @cached_property
+    def physical_cores(self) -> tuple[PhysicalCore, ...]:
+        """The physical cores available to replicas, in the order of `cpus_of_neuron_cores`. If the layout is unknown,
+        each CPU is one, in the order of the ids."""
+        topology = self.topology
+        if self.cpu_layout is None:
+            return tuple((cpu,) for cpu in self.cpus[max(0, self.reserve_vcpus) :])
+        cores, per_device = (topology.cores, topology.cores_per_device) if topology else (1, 1)
+        return cpus_of_neuron_cores(self.cpu_layout, self.cpus, self.reserve_vcpus, cores, per_device)
+
+    @cached_property
     def usable_cpus(self) -> tuple[int, ...]:
-        """The CPUs available to replicas."""
-        return self.cpus[max(0, self.reserve_vcpus) :]
+        """The CPUs available to replicas, ascending."""
+        return tuple(sorted(cpu for core in self.physical_cores for cpu in core))
 
 
 @dataclass(frozen=True)
@@ -180,3 +207,4 @@ class Machine:
     instance: str | None = None  # instance type when it has Neuron devices
     joined: bool = False  # a Ray cluster was joined: each host is a machine of its own, emulated ones with these CPUs
     devices: tuple[int, ...] | None = None  # n of its /dev/neuron<n>, which a container may have some of; None: all
+    layout: CpuLayout | None = None  # of all its CPUs; None: unknown

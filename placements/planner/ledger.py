@@ -59,7 +59,7 @@ class HostLedger:
             "cordoned": ranges(self.cordoned),
             "quarantined": ranges(self.quarantined),
             "cpus": len(host.cpus),
-            "reserve_vcpus": host.reserve_vcpus,
+            "reserve_vcpus": len(host.cpus) - len(host.usable_cpus),
             "threads": sum(line.together for line in self.threads),
             "thread_ledger": [line.as_dict() for line in self.threads],
             "memory_gib": host.memory_gib,

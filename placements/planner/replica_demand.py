@@ -31,7 +31,8 @@ def kinds_of(hosts: Sequence[Host], prices: Sequence[float] = ()) -> Kinds:
     for host, price in zip(hosts, prices or (0.0,) * len(hosts), strict=True):
         topology = host.topology
         name = None if topology is None else (topology.instance, topology.lnc)
-        key = (name, host.emulated, len(host.cpus), host.reserve_vcpus, host.memory_gib is None, price)
+        cpus = (len(host.physical_cores), len(host.usable_cpus))
+        key = (name, host.emulated, cpus, host.memory_gib is None, price)
         number = numbers.get(key)
         if number is None:
             number = numbers[key] = len(first)

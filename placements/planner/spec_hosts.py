@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from placements.facts.cpu_layout import CpuLayout
 from placements.facts.topology import TOPOLOGIES, Host, Machine, Topology
 from placements.spec.schema import HostsSpec, Reserve, Spec
 
@@ -20,8 +21,9 @@ RESERVED_SHARE = 0.04
 def hosts_for(spec: Spec, machine: Machine) -> tuple[Host, ...]:
     """Returns the hosts to plan for, named "<instance>/<i>" with i counted over all hosts of that type.
 
-    ``instance``: the topology of the type, independent of this machine. ``emulate``: the topology's cores with this
-    machine's CPUs, divided among the emulated hosts on this machine. Without ``hosts``: this machine if its type is
+    ``instance``: the topology of the type, independent of this machine, unless this is a machine of the type: then with
+    the CPUs that this process may use. ``emulate``: the topology's cores with this machine's CPUs, divided among the
+    emulated hosts on this machine by physical core. Without ``hosts``: this machine if its type is
     known, with the cores of its devices, else one emulated inf2.48xlarge. An entry with ``max`` has that many hosts,
     whether their machines exist or not. Returns () if the spec's ``hosts`` could not be read.
     """
@@ -32,21 +34,24 @@ def hosts_for(spec: Spec, machine: Machine) -> tuple[Host, ...]:
     hosts: list[Host] = []
     numbers: Counter[str] = Counter()
     at = 0  # emulated hosts so far
+    layout = machine.layout
+    cpus = machine.cpus if layout is None else layout.ordered(machine.cpus)
     for wish in wishes:
         name = wish.instance or wish.emulate or DEFAULT_EMULATION
         topology = TOPOLOGIES[name].at_lnc(wish.lnc)
-        real = tuple(range(topology.vcpus)) if spec.hosts else machine.cpus
+        observed = layout if wish.instance == machine.instance else None
+        real = machine.cpus if observed or not spec.hosts else tuple(range(topology.vcpus))
         for _ in range(wish.most):
             host_name = f"{name}/{numbers[name]}"
             numbers[name] += 1
             if wish.instance is not None:
-                hosts.append(_real(host_name, topology, wish, real))
+                hosts.append(_real(host_name, topology, wish, real, observed))
             else:
-                share = machine.cpus
+                share = cpus
                 if not machine.joined:
                     share = share[at * len(share) // emulated : (at + 1) * len(share) // emulated]
                 at += 1
-                hosts.append(_emulated(host_name, topology, wish, share or machine.cpus))
+                hosts.append(_emulated(host_name, topology, wish, tuple(sorted(share or cpus)), layout))
     return tuple(hosts)
 
 
@@ -75,14 +80,15 @@ def default_reserve(vcpus: int) -> int:
     return max(1, math.ceil(vcpus * RESERVED_SHARE))
 
 
-def _real(name: str, topology: Topology, wish: HostsSpec, cpus: tuple[int, ...]) -> Host:
+def _real(name: str, topology: Topology, wish: HostsSpec, cpus: tuple[int, ...], layout: CpuLayout | None) -> Host:
     reserve = default_reserve(len(cpus)) if wish.reserve.vcpus is None else wish.reserve.vcpus
     memory = max(0.0, topology.memory_gib - wish.reserve.memory_gib)
-    return Host(name, topology, cpus, reserve, frozenset(wish.reserve.cores), memory_gib=memory)
+    return Host(name, topology, cpus, reserve, frozenset(wish.reserve.cores), memory_gib=memory, layout=layout)
 
 
-def _emulated(name: str, topology: Topology, wish: HostsSpec, cpus: tuple[int, ...]) -> Host:
-    return Host(name, topology, cpus, wish.reserve.vcpus or 0, frozenset(wish.reserve.cores), emulated=True)
+def _emulated(name: str, topology: Topology, wish: HostsSpec, cpus: tuple[int, ...], layout: CpuLayout | None) -> Host:
+    reserve = wish.reserve.vcpus or 0
+    return Host(name, topology, cpus, reserve, frozenset(wish.reserve.cores), emulated=True, layout=layout)
 
 
 @dataclass(frozen=True)

@@ -16,49 +16,54 @@ Policy = Literal["share", "lmi"] | int  # an int is a fixed number of threads
 def threads(policy: Policy, tp_degree: int, host: Host) -> int:
     """Returns OMP_NUM_THREADS of one replica, at least 1.
 
-    ``share``: floor((cpus - reserve) x tp_degree / host cores), independent of other replicas, so that a start never
-    changes the threads of others. On a plain CPU host: tp_degree threads, limited by the budget. ``lmi``: 2 x tp_degree
-    as in LMI's Connection.java. A number: that number.
+    ``share``: the CPUs of floor(physical cores without the reserve x tp_degree / host cores) physical cores,
+    independent of other replicas, so that a start never changes the threads of others. On a plain CPU host: tp_degree
+    threads, limited by the budget. ``lmi``: 2 x tp_degree as in LMI's Connection.java. A number: that number.
     """
     if isinstance(policy, int):
         return policy
     if policy == "lmi":
         return 2 * tp_degree
-    budget = len(host.usable_cpus)
+    physical = host.physical_cores
     if not host.cores:
-        return max(1, min(tp_degree, budget))
-    return max(1, budget * tp_degree // host.cores)
+        return max(1, min(tp_degree, len(host.usable_cpus)))
+    return max(1, len(physical) * tp_degree // host.cores * len(physical[0])) if physical else 1
 
 
 def arithmetic(policy: Policy, tp_degree: int, host: Host) -> str:
-    """Returns the arithmetic of ``threads`` as text: "floor((192 - 8) x 8 / 24) = 61"."""
+    """Returns the arithmetic of ``threads`` as text: "floor(92 physical cores x 8 / 24) x 2 = 60", and if each CPU is a
+    physical core "floor((64 - 4) x 8 / 24) = 20"."""
     result = threads(policy, tp_degree, host)
     if isinstance(policy, int):
         return f"fixed = {result}"
     if policy == "lmi":
         return f"2 x {tp_degree} = {result}"
-    budget = f"({len(host.cpus)} - {host.reserve_vcpus})"
+    usable, physical = len(host.usable_cpus), len(host.physical_cores)
+    budget = f"({len(host.cpus)} - {len(host.cpus) - usable})"
     if not host.cores:
         return f"min({tp_degree}, {budget}) = {result}"
-    floor = len(host.usable_cpus) * tp_degree // host.cores
+    floor, siblings = physical * tp_degree // host.cores, usable // max(1, physical)
     rounded = ", at least 1" if floor < 1 else ""
-    return f"floor({budget} x {tp_degree} / {host.cores}) = {floor}{rounded}"
+    if siblings <= 1:
+        return f"floor({budget} x {tp_degree} / {host.cores}) = {floor}{rounded}"
+    return f"floor({physical} physical cores x {tp_degree} / {host.cores}) x {siblings} = {floor * siblings}{rounded}"
 
 
 def cpu_mask(host: Host, cores: CoreRange | None, count: int) -> tuple[int, ...]:
-    """Returns the CPUs of the replica on ``cores`` with ``count`` threads; () if it is not bound.
+    """Returns the CPUs of the replica on ``cores`` with ``count`` threads, ascending; () if it is not bound.
 
-    With B usable CPUs and C cores, the range a-b gets the usable CPUs floor(a*B/C) to floor((b+1)*B/C) - 1, so that
-    disjoint ranges share no CPU. The replica is not bound if its share is less than one CPU, or if it has more threads
-    than its share has CPUs.
+    With P physical cores and C NeuronCores, the range a-b gets the physical cores floor(a*P/C) to floor((b+1)*P/C) - 1
+    of the host's order, so that disjoint ranges share no physical core. The replica is not bound if its share is less
+    than one physical core, if it has more threads than its share has CPUs, or if the layout of a real host is unknown:
+    the CPUs could be far from the devices.
     """
-    if cores is None or not host.cores:
+    if cores is None or not host.cores or (host.cpu_layout is None and not host.emulated):
         return ()
-    usable = host.usable_cpus
-    if len(usable) * len(cores) < host.cores:
+    physical = host.physical_cores
+    if len(physical) * len(cores) < host.cores:
         return ()
-    start, stop = cores.first * len(usable) // host.cores, (cores.last + 1) * len(usable) // host.cores
-    mask = usable[start:stop]
+    start, stop = cores.first * len(physical) // host.cores, (cores.last + 1) * len(physical) // host.cores
+    mask = tuple(sorted(cpu for core in physical[start:stop] for cpu in core))
     return mask if count <= len(mask) else ()
 
 

@@ -90,7 +90,8 @@ class Reserve(Frozen):
 
     wanted = "a mapping, like {vcpus: 8, cores: [23]}"
     vcpus: Annotated[int, Field(ge=0, le=4096)] | None = None
-    """vCPUs reserved for the system, the first ones. Unset: 4 %, rounded up, at least 1; on emulated hosts 0."""
+    """vCPUs reserved for the system, rounded up to whole physical cores if these are known. Unset: 4 %, rounded up, at
+    least 1; on emulated hosts 0."""
     memory_gib: Annotated[Gib, Field(ge=0, le=1 << 20)] = 0.0
     """GiB of host memory reserved for the system. No effect on emulated hosts, which share the machine's memory."""
     cores: ReservedCores = Field((), json_schema_extra=in_words("list of core ids and ranges"))
@@ -153,8 +154,8 @@ class HostsSpec(Frozen):
 
     wanted = "a mapping, like {instance: inf2.48xlarge, count: 2}"
     instance: str | None = Field(None, json_schema_extra=in_words("an instance type", enum=[*TOPOLOGIES, None]))
-    """The type of real machines. Plans use a table of facts and need no machine. `up` starts only on a machine of this
-    type."""
+    """The type of real machines. Plans use tables of facts and need no machine; on a machine of this type they use its
+    CPUs. `up` starts only on a machine of this type."""
     emulate: str | None = Field(None, json_schema_extra=in_words("an instance type", enum=[*TOPOLOGIES, None]))
     """The type whose cores are emulated on this machine, with its real CPUs and memory."""
     count: Annotated[int, Field(ge=1, le=MAX_HOSTS)] | None = None

@@ -170,7 +170,7 @@ def status_of(status: dict[str, Any], rollout: dict[str, Any] | None = None) -> 
     return msgspec.convert({**status, "rollout": rollout or ROLLOUT}, FleetStatus)
 
 
-PLACED = [("chat", 0, "0-7", 61), ("chat", 1, "8-15", 61), ("small", 0, "16", 7)]
+PLACED = [("chat", 0, "0-7", 60), ("chat", 1, "8-15", 60), ("small", 0, "16", 6)]
 
 
 def placement(model: str, number: int, cores: str, threads: int) -> dict[str, Any]:
@@ -210,7 +210,7 @@ def host(threads: int, *lines: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-CHAT_LINE = thread_line("chat", 2, 61, "floor((192 - 8) x 8 / 24) = 61")
+CHAT_LINE = thread_line("chat", 2, 60, "floor(92 physical cores x 8 / 24) x 2 = 60")
 SPEED = {
     "model": "chat",
     "tokens_per_s": 400.0,
@@ -229,7 +229,7 @@ PLAN: dict[str, Any] = {
     "revision": 3,
     "placements": [placement(*placed) for placed in PLACED],
     "moves": [],
-    "hosts": [host(129, CHAT_LINE, thread_line("small", 1, 7, "floor((192 - 8) x 1 / 24) = 7"))],
+    "hosts": [host(126, CHAT_LINE, thread_line("small", 1, 6, "floor(92 physical cores x 1 / 24) x 2 = 6"))],
     "memory": [],
     "speeds": [SPEED],
     "hosts_to_add": [],
@@ -294,8 +294,8 @@ WINDOW: dict[str, Any] = {
         }
     ],
     "load_s": 4.2,
-    "placements": [placement("chat", 0, "0-7", 61), placement("small", 0, "16", 7)],
-    "hosts": [host(68, thread_line("chat", 1, 61, "floor((192 - 8) x 8 / 24) = 61"))],
+    "placements": [placement("chat", 0, "0-7", 60), placement("small", 0, "16", 6)],
+    "hosts": [host(66, thread_line("chat", 1, 60, "floor(92 physical cores x 8 / 24) x 2 = 60"))],
     "problems": [],
 }
 EXPLAINED: dict[str, Any] = {
@@ -311,7 +311,7 @@ EXPLAINED: dict[str, Any] = {
             "replica": "chat/0",
             "host": "inf2.48xlarge/0",
             "cores": "0-7",
-            "threads": 61,
+            "threads": 60,
             "why": ["it runs there already; running replicas stay", "priority 0, required by its min"],
         }
     ],

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from placements.facts.cpu_layout import CpuLayout
 from placements.facts.topology import TOPOLOGIES, Host, Machine
 from placements.planner.spec_hosts import default_reserve, hosts_for
 from placements.spec.parse import parse
@@ -34,6 +37,23 @@ def test_emulated_hosts_divide_the_machine_s_cpus() -> None:
     """Each CPU belongs to one of them, so thread budgets add up."""
     hosts = hosts_for(wish(emulate="inf2.xlarge", count=3), Machine(cpus=(3, 4, 5, 6, 7)))
     assert [host.cpus for host in hosts] == [(3,), (4, 5), (6, 7)]
+
+
+def test_emulated_hosts_divide_the_machine_by_physical_core() -> None:
+    """Siblings stay on one host."""
+    machine = Machine((0, 1, 2, 3, 4, 5), layout=CpuLayout(((0, 3), (1, 4), (2, 5)), (0, 0, 0)))
+    hosts = hosts_for(wish(emulate="inf2.xlarge", count=3), machine)
+    assert [(host.cpus, host.physical_cores) for host in hosts] == [((i, i + 3), ((i, i + 3),)) for i in range(3)]
+
+
+def test_a_machine_of_the_type_is_planned_with_the_cpus_of_this_process() -> None:
+    """A container with four of them; without a known layout, as on any machine."""
+    seen = CpuLayout(tuple((i, i + 16) for i in range(16)), (0,) * 16)
+    machine = Machine((2, 3, 18, 19), "inf2.8xlarge", layout=seen)
+    (host,) = hosts_for(wish(instance="inf2.8xlarge"), machine)
+    assert (host.cpus, host.physical_cores) == (machine.cpus, ((3, 19),))
+    (host,) = hosts_for(wish(instance="inf2.8xlarge"), replace(machine, layout=None))
+    assert host.cpus == tuple(range(32))
 
 
 def test_more_emulated_hosts_than_cpus_share_them() -> None:

@@ -24,10 +24,10 @@ def test_the_threads_of_a_host_are_those_of_its_replicas() -> None:
     (host,) = booked(spec(model("a", 8, replicas=2), model("b", 2))).hosts
     rows = {line.model: (line.replicas, line.each, line.arithmetic, line.together) for line in host.threads}
     assert rows == {
-        "a": (2, 61, "floor((192 - 8) x 8 / 24) = 61", 122),
-        "b": (1, 15, "floor((192 - 8) x 2 / 24) = 15", 15),
+        "a": (2, 60, "floor(92 physical cores x 8 / 24) x 2 = 60", 120),
+        "b": (1, 14, "floor(92 physical cores x 2 / 24) x 2 = 14", 14),
     }
-    assert host.as_dict()["threads"] == 137
+    assert host.as_dict()["threads"] == 134
 
 
 def test_the_memory_of_a_model_is_its_estimate() -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from placements.facts.core_range import CoreRange
@@ -9,9 +11,9 @@ from tests.placements.fleets import PLAIN, host
 BIG = host()
 
 
-@pytest.mark.parametrize(("tp", "count"), [(1, 7), (2, 15), (4, 30), (8, 61), (12, 92), (24, 184)])
+@pytest.mark.parametrize(("tp", "count"), [(1, 6), (2, 14), (4, 30), (8, 60), (12, 92), (24, 184)])
 def test_a_replica_gets_its_share_of_the_cpus(tp: int, count: int) -> None:
-    """floor((192 - 8) x tp / 24) on an inf2.48xlarge."""
+    """floor(92 physical cores x tp / 24), of two CPUs each, on an inf2.48xlarge."""
     assert threads("share", tp, BIG) == count
 
 
@@ -43,7 +45,8 @@ def test_without_cores_tp_degree_counts_cpus_within_the_budget() -> None:
 @pytest.mark.parametrize(
     ("policy", "tp", "on", "text"),
     [
-        ("share", 8, BIG, "floor((192 - 8) x 8 / 24) = 61"),
+        ("share", 8, BIG, "floor(92 physical cores x 8 / 24) x 2 = 60"),
+        ("share", 8, host("inf2.24xlarge", cpus=96, reserve=4), "floor((96 - 4) x 8 / 12) = 61"),
         ("share", 1, host(cpus=2, reserve=0), "floor((2 - 0) x 1 / 24) = 0, at least 1"),
         ("lmi", 4, BIG, "2 x 4 = 8"),
         (3, 4, BIG, "fixed = 3"),
@@ -56,14 +59,26 @@ def test_the_arithmetic_is_printed(policy: object, tp: int, on: object, text: st
 
 
 def test_masks_of_all_cores_divide_the_usable_cpus() -> None:
-    """24 single cores divide CPUs 8 to 191, each once, in order."""
-    masks = [cpu_mask(BIG, CoreRange(core, core), 7) for core in range(24)]
-    assert [cpu for mask in masks for cpu in mask] == list(range(8, 192))
+    """24 single cores divide all CPUs but one physical core of each node, each once."""
+    masks = [cpu_mask(BIG, CoreRange(core, core), 6) for core in range(24)]
+    assert sorted(cpu for mask in masks for cpu in mask) == list(BIG.usable_cpus)
+    assert sorted(set(BIG.cpus) - set(BIG.usable_cpus)) == [0, 24, 48, 72, 96, 120, 144, 168]
 
 
 def test_the_mask_follows_the_formula() -> None:
-    """Cores 8-15 of 24 get usable CPUs floor(8 x 184 / 24) = 61 to floor(16 x 184 / 24) - 1 = 121."""
-    assert cpu_mask(BIG, CoreRange(8, 15), 61) == tuple(range(8 + 61, 8 + 122))
+    """Cores 8-15 of 24 get physical cores floor(8 x 92 / 24) = 30 to floor(16 x 92 / 24) - 1 = 60 of the order."""
+    assert cpu_mask(BIG, CoreRange(8, 15), 60) == tuple(sorted(cpu for c in BIG.physical_cores[30:61] for cpu in c))
+
+
+def test_an_emulated_host_without_the_cpus_of_its_type_is_divided_by_number() -> None:
+    """Cores 8-15 of 24 get a third of 64 CPUs."""
+    assert cpu_mask(host(cpus=64, reserve=4, emulated=True), CoreRange(8, 15), 20) == tuple(range(24, 44))
+
+
+def test_an_emulated_host_on_a_machine_with_the_cpus_of_its_type_has_its_layout() -> None:
+    """As if it were real."""
+    emulated = replace(BIG, emulated=True)
+    assert cpu_mask(emulated, CoreRange(0, 7), 60) == cpu_mask(BIG, CoreRange(0, 7), 60)
 
 
 @pytest.mark.parametrize(
@@ -72,6 +87,8 @@ def test_the_mask_follows_the_formula() -> None:
         (host(cpus=2, reserve=0), CoreRange(0, 7), 1),  # a share of 2/3 CPU
         (BIG, CoreRange(0, 0), 48),  # more threads than its CPUs
         (BIG, None, 7),  # no cores
+        (host("inf2.24xlarge", cpus=96, reserve=4), CoreRange(0, 7), 8),  # AWS does not publish its layout
+        (host("trn2.3xlarge", cpus=12, reserve=0), CoreRange(0, 3), 1),
         (PLAIN, CoreRange(0, 0), 1),
         (host(cpus=4, reserve=9), CoreRange(0, 23), 1),
     ],

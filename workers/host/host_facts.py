@@ -11,11 +11,13 @@ import shutil
 import signal
 import struct
 import time
+from itertools import chain
 from pathlib import Path
 from types import FrameType
 
 import psutil
 
+from placements.facts.cpu_layout import CpuLayout
 from workers.host.lifetime import is_alive as is_alive
 from workers.host.lifetime import process_start as process_start
 from workers.host.process_tree import end_marked, exists
@@ -71,11 +73,33 @@ def host_root() -> Path:
 def usable_cpus() -> tuple[int, ...]:
     """Returns the CPU ids that this process may use, ascending: its affinity mask, limited by the cgroup's quota.
 
-    ``os.cpu_count()`` would count the machine, not the container.
+    ``os.cpu_count()`` would count the machine, not the container. A quota names no CPUs: they are taken evenly, so that
+    each NUMA node has its part.
     """
     cpus = sorted(os.sched_getaffinity(0))
     quota = _cgroup_cpu_quota()
-    return tuple(cpus[: max(1, quota)] if quota is not None else cpus)
+    count = len(cpus) if quota is None else min(len(cpus), max(1, quota))
+    return tuple(cpus[i * len(cpus) // count] for i in range(count))
+
+
+def cpu_layout(system: Path | None = None) -> CpuLayout | None:
+    """Returns the physical cores of this machine and their NUMA nodes as the kernel lists them; None: unknown.
+
+    The NUMA nodes of Neuron devices are not in it: the driver's devices are virtual, so that the kernel lists none.
+    """
+    system = system or host_root() / "sys/devices/system"
+    siblings, node_of = set(), {}
+    try:
+        for path in system.glob("cpu/cpu[0-9]*/topology/thread_siblings_list"):
+            siblings.add(parse_cpulist(path.read_text().strip()))
+        for path in system.glob("node/node[0-9]*/cpulist"):
+            node_of |= dict.fromkeys(parse_cpulist(path.read_text().strip()) or (), int(path.parent.name[4:]))
+    except (OSError, ValueError):
+        return None
+    cores = sorted(core for core in siblings if core)
+    if not cores or len(cores) < len(siblings) or len(set(chain(*cores))) < sum(map(len, cores)):
+        return None
+    return CpuLayout(tuple(cores), tuple(node_of.get(core[0], 0) for core in cores))
 
 
 def pin_to(cpus: str | None) -> None:

@@ -7,6 +7,7 @@ first import, and if the file is missing, Ray waits forever (Ray 2.60).
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import sys
 import threading
@@ -144,6 +145,19 @@ def _stamp(interpreter: Interpreter) -> tuple[object, ...]:
         except OSError:
             times.append(None)
     return tuple(times)
+
+
+def is_in_transformers(text: str, python: str | None = None) -> bool:
+    """Returns whether a text is in the tables of classes (``models/auto``) of an interpreter's transformers.
+
+    Reads them as text, since importing them takes seconds. If the interpreter (None: this one) is not on this machine,
+    the transformers installed here answers.
+    """
+    installed = importlib.util.find_spec("transformers")
+    own = [] if installed is None else [Path(folder) for folder in installed.submodule_search_locations or ()]
+    libraries = [] if python is None else Path(python).parents[1].glob("lib/python3*/site-packages/transformers")
+    tables = [file for folder in list(libraries) or own for file in (folder / "models" / "auto").glob("*.py")]
+    return any(text in file.read_text(encoding="utf-8") for file in tables)
 
 
 def trouble(interpreter: Interpreter) -> Failure | None:

@@ -24,6 +24,7 @@ from placements.spec.parse import Parsed, parse
 from placements.spec.problems import Problem, in_order
 from placements.spec.schema import Spec
 from workers.host import host_facts as this_host
+from workers.host.facts.reading import read_cpu_layout
 
 ANYTHING = SourcePolicy()
 STANDARD_INPUT = "-"
@@ -56,8 +57,9 @@ class SpecFile:
 
 
 def this_machine() -> Machine:
-    """Returns the usable CPUs, and the instance type if there are Neuron devices."""
-    return Machine(this_host.usable_cpus(), this_host.instance_type(), devices=this_host.devices() or None)
+    """Returns the usable CPUs with their layout, and the instance type if there are Neuron devices."""
+    cpus, instance = this_host.usable_cpus(), this_host.instance_type()
+    return Machine(cpus, instance, devices=this_host.devices() or None, layout=read_cpu_layout(instance))
 
 
 def load(path: str, allowed: SourcePolicy = ANYTHING, *, folders: Folders = "load") -> SpecFile:

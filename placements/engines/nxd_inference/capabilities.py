@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from placements.engines.capabilities import NEURON_INDEX, Capabilities, ClassOptions
+from placements.engines.capabilities import LLAMA_ROPES, NEURON_INDEX, Capabilities, ClassOptions
 from placements.facts.versions import order, reaches, series
 
 Release = tuple[int, int]
@@ -98,6 +98,7 @@ CAPABILITIES = NxdCapabilities(
     f"up to SDK 2.28; trn2: later ones too); else pip install neuronx-distributed-inference {NEURON_INDEX}",
     options=MappingProxyType({"prefix_cache": None}),
     families=tuple(NXD_FAMILIES),
+    ropes=MappingProxyType({"llama": LLAMA_ROPES, "mistral": dict.fromkeys(LLAMA_ROPES, "up to version 0.8 only")}),
     stores_shards=True,
     quantize=("int8", "fp8"),
     quantize_kv=("fp8",),
@@ -112,4 +113,5 @@ CAPABILITIES = NxdCapabilities(
     versions=NXD_VERSIONS,
 )
 """``prefix_cache``: keep prefixes of prompts in blocks of the KV cache (`kv_blocks`). The compiler's flags are those
-that `ModelWrapper` and neuronx-distributed's `ModelBuilder` pass in every version."""
+that `ModelWrapper` and neuronx-distributed's `ModelBuilder` pass in every version. ``ropes``: Mistral's class of
+0.9 and the classes of Mixtral, Qwen 2 and Qwen 3 ignore ``rope_scaling``."""

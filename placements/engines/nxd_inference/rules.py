@@ -117,4 +117,5 @@ RULES = EngineRules(
     if_chosen=(window_is_kept,),
     draft=_objection_to_draft,
     quantized_kv=_objection_to_quantized_kv,
+    other_weights=lambda case: "quantized_checkpoints_path" in case.model.engine_options,
 )

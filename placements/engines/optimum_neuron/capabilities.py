@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Literal
 
-from placements.engines.capabilities import NEURON_INDEX, Capabilities, OptionRange, Unused
+from placements.engines.capabilities import LLAMA_ROPES, NEURON_INDEX, Capabilities, OptionRange, Unused
 from placements.facts.versions import order, reaches, series
 
 OptimumEra = Literal["tnx", "nxd"]
@@ -53,10 +53,12 @@ CAPABILITIES = OptimumCapabilities(
     install=f"pip install 'optimum-neuron[neuronx]==0.4.5' {NEURON_INDEX}",
     options=MappingProxyType({"prefill_chunk_size": OptionRange(0, 1 << 24, whole=True)}),
     families=tuple(sorted({name for names in OPTIMUM_FAMILIES.values() for name in names})),
+    ropes=MappingProxyType(dict.fromkeys(("llama", "qwen2", "qwen3"), LLAMA_ROPES)),
     stores_shards=True,
     exports_graphs=True,
     unused=(Unused(("buckets", "fuse_qkv", "compiler"), "remove {field}", ", which chooses it itself"),),
     not_on=frozenset({"trn3"}),
     absent="not in AWS's images; see docs/engines.md",
 )
-"""``prefill_chunk_size``: tokens of a prompt in one run, from Optimum Neuron 0.4.6 on; 0: all."""
+"""``prefill_chunk_size``: tokens of a prompt in one run, from Optimum Neuron 0.4.6 on; 0: all. In 0.4.5, Qwen's
+classes compute rotary positions with Llama's, and Mixtral's ignores ``rope_scaling``."""

@@ -207,6 +207,7 @@ CAPABILITIES = TnxCapabilities(
     ),
     families=tuple(FAMILIES),
     refused=MappingProxyType(REFUSED),
+    ropes=MappingProxyType({"llama": MappingProxyType({"llama3": ""})}),
     quantize=("int8", "fp8"),
     quantize_kv=("fp8",),
     drafts=("draft_model",),
@@ -216,4 +217,5 @@ CAPABILITIES = TnxCapabilities(
     ),
     not_on=LNC_FAMILIES,
 )
-"""The last SDK with it does not compile for families with logical cores."""
+"""The last SDK with it does not compile for families with logical cores. ``ropes``: ``llama/config.py`` raises
+ValueError for other types, and the other classes ignore ``rope_scaling``."""

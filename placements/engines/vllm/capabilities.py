@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from placements.engines.capabilities import Capabilities, DraftMethod
@@ -132,9 +133,13 @@ CAPABILITIES = VllmCapabilities(
     runs_code=True,
     imports_long=False,
     own_families=True,
+    weights=MappingProxyType({"llama": ("modelopt fp8", "compressed-tensors kv")}),
+    ropes=MappingProxyType({"llama": MappingProxyType({"llama3": ""})}),
     quantize=("int8", "fp8"),
     quantize_kv=("fp8",),
     drafts=("draft_model", "eagle", "eagle3"),
     serves_adapters=True,
     launches=True,
 )
+"""``weights`` and ``ropes`` are those of the plugin "vLLM Neuron": its features guide (quantization), and its code
+(``llama3/quantization.py``; ``qwen3/model.py`` scales no positions). On NxD Inference, those of that engine."""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
+from placements.engines.capabilities import Capabilities
+from placements.engines.nxd_inference.capabilities import CAPABILITIES as NXD
 from placements.engines.server.capabilities import NO_CONTAINER, STARTS_CONTAINER, container_in
 from placements.engines.vllm import capabilities as vllm
 from placements.engines.vllm.flags import check_flags
 from placements.facts.adapters import MODULES, RANKS, max_rank
+from placements.facts.neuron_releases import sdk_named
 from placements.facts.plural import joined
+from placements.facts.topology import Host
 from placements.rules.case import Case, EngineRules, Objection
 from placements.rules.unused_settings import unused
 from placements.spec.notation import is_path
@@ -21,6 +25,13 @@ def releases(case: Case) -> tuple[vllm.VllmNeuron, ...]:
     """Returns the releases of vllm-neuron that the plan counts with; () if vLLM runs on the CPU."""
     planned = [case.spec.vllm_release_on(host) for host, _ in case.fleet.kinds]
     return tuple(dict.fromkeys(release for release in planned if release is not None))
+
+
+def planned_packages(case: Case, host: Host) -> Mapping[str, str]:
+    """Returns the distributions of the release of vllm-neuron that the plan counts with on a host."""
+    release = case.spec.vllm_release_on(host)
+    sdk = sdk_named(release.sdk.split()[0]) if release else None
+    return {"vllm-neuron": release.plugin, **sdk.packages} if release and sdk else {}
 
 
 def _plugins(case: Case, *names: str) -> str:
@@ -66,20 +77,28 @@ def objection_to_draft(case: Case) -> Objection | None:
     return None
 
 
+def readers(case: Case, engine: str) -> Sequence[Capabilities]:
+    """Returns the engine whose code reads the checkpoint, for each release; () on the CPU, where vLLM decides."""
+    return [NXD if release.back_end == "nxd" else vllm.CAPABILITIES for release in releases(case)]
+
+
+def _has_quantized_folder(case: Case) -> bool:
+    given = case.model.engine_options.get("additional_config")
+    inner = given.get("override_neuron_config") if isinstance(given, dict) else None
+    return isinstance(inner, dict) and bool(inner.get("quantized_checkpoints_path"))
+
+
 def weights_are_quantized(case: Case) -> Iterator[Problem]:
     """Each plugin quantizes weights and KV cache in its own way."""
     model = case.model
     for release in releases(case):
         if model.quantize is not None and release.back_end == "neuron":
             fact = f"quantize has no effect on vllm-neuron {release.plugin}: the checkpoint decides it"
-            yield case.problem("quantize-unsupported", ("quantize",), fact, "use a quantized checkpoint")
-        elif model.quantize is not None:
-            given = model.engine_options.get("additional_config")
-            inner = given.get("override_neuron_config") if isinstance(given, dict) else None
-            if not isinstance(inner, dict) or not inner.get("quantized_checkpoints_path"):
-                fact = f"quantize on vllm-neuron {release.plugin} needs the folder of the quantized checkpoint"
-                hint = "set quantized_checkpoints_path in engine_options.additional_config.override_neuron_config"
-                yield case.problem("quantize-unsupported", ("quantize",), fact, hint)
+            yield case.problem("quantize-unsupported", ("quantize",), fact, "remove it")
+        elif model.quantize is not None and not _has_quantized_folder(case):
+            fact = f"quantize on vllm-neuron {release.plugin} needs the folder of the quantized checkpoint"
+            hint = "set quantized_checkpoints_path in engine_options.additional_config.override_neuron_config"
+            yield case.problem("quantize-unsupported", ("quantize",), fact, hint)
         if model.quantize_kv is not None and model.quantize_kv != "fp8":
             fact = f"vllm-neuron supports a KV cache of fp8 or of the dtype, not of {model.quantize_kv}"
             yield case.problem("quantize-unsupported", ("quantize_kv",), fact, "set quantize_kv: fp8")
@@ -285,4 +304,7 @@ RULES = EngineRules(
     of_every_model=(adapters_fit_the_server, adapters_are_of_the_model),
     of_spec=(launches_can_be_run, interpreter_is_named, plugin_is_known),
     draft=objection_to_draft,
+    packages=planned_packages,
+    readers=readers,
+    other_weights=_has_quantized_folder,
 )

@@ -151,7 +151,7 @@ def test_a_plan_for_an_empty_fleet_consists_of_changes(good: str, capsys: pytest
     assert first.keys() == {"model", "replica", "host", "cores", "threads", "env"}
     assert (first["replica"], first["host"], first["cores"]) == (0, "inf2.48xlarge/0", "0-7")
     assert first["env"]["NEURON_RT_VISIBLE_CORES"] == first["cores"]
-    assert first["env"]["OMP_NUM_THREADS"] == str(first["threads"]) == "61"
+    assert first["env"]["OMP_NUM_THREADS"] == str(first["threads"]) == "60"
     assert plan["placements"][1]["cores"] == plan["placements"][1]["env"]["NEURON_RT_VISIBLE_CORES"] == "8"
 
 
@@ -204,7 +204,7 @@ def test_a_plan_shows_its_resources(good: str, capsys: pytest.CaptureFixture[str
     details = (
         "Threads on inf2.48xlarge/0: 192 CPUs - 8 reserved = 184",
         "Environment of each replica",
-        "OMP_NUM_THREADS=61",
+        "OMP_NUM_THREADS=60",
     )
     assert all(line in long and line not in brief for line in details)
     assert all(

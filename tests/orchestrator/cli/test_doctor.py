@@ -18,12 +18,15 @@ from orchestrator.cli import doctor as doctor_command
 from orchestrator.cli import main as cli
 from orchestrator.cli.diagnosis import FleetReading, InterpreterReading, Readings, Report, report
 from orchestrator.cli.doctor import text
+from orchestrator.control.resolve.spec_file import examine
 from orchestrator.messages.fleet_status import ReplicaInFleet
 from placements.engines.vllm.capabilities import release_for
+from placements.facts.topology import Machine as WholeMachine
 from tests.contracts import PACKAGES
 from tests.doubles import Neuron
 from tests.doubles.machine import Machine, build_machine, make_interpreter
 from tests.orchestrator.fakefleet import LiveAdmin, replica
+from tests.published_configs import PUBLISHED
 from tests.readable import is_readable
 from workers.engines.package_contract import Drift
 from workers.host.facts.machine import HostFacts, NeuronProcess
@@ -32,6 +35,7 @@ from workers.host.facts.tools import Versions
 from workers.host.interpreter import Interpreter, vllm_refusal
 
 DEADLINE_S = 30
+WHOLE = WholeMachine(cpus=tuple(range(192)), instance="inf2.48xlarge")
 PAGE = Path(__file__).parents[3] / "docs" / "cli.md"
 FOLDER = "/opt/fleet/lib/python3.12/site-packages"
 DEVICES = tuple(Device(index=index, cores=(2 * index, 2 * index + 1)) for index in range(6))
@@ -125,6 +129,24 @@ def test_a_transformers_that_hides_rope_theta_is_a_warning(beside: str, ids: lis
 def test_missing_devices_are_reported(dev: range, listed: int) -> None:
     """Fewer in /dev than the instance type has, or than neuron-ls lists."""
     assert problems_of(dev=tuple(dev), facts=facts(devices=DEVICES[:listed])) == [("devices-differ", "warning", "")]
+
+
+@pytest.mark.parametrize(
+    ("packages", "count"),
+    [({"neuronx-cc": "2.23.6484.0"}, 1), ({"neuronx-cc": "2.22.12471.0"}, 0), ({}, 1)],
+    ids=["installed", "older", "unknown"],
+)
+def test_what_is_known_to_fail_is_judged_by_the_engines_interpreter(
+    packages: dict[str, str], count: int, tmp_path: Path
+) -> None:
+    """Where it has no compiler, by the release that the plan counts with."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "config.json").write_text(json.dumps(PUBLISHED["Qwen/Qwen3-8B"]))
+    text = "hosts: {instance: inf2.48xlarge}\nmodels: {a: {source: ./a, engine: nxd-inference, tp_degree: 8}}\n"
+    file = examine(text, "f.yaml", str(tmp_path), WHOLE, folders="ignore")
+    reading = InterpreterReading(msgspec.structs.replace(NXD, packages=packages), ("nxd-inference",))
+    problems = list(doctor_command._file_problems(file, [reading]))
+    assert [problem.id for problem in problems] == ["known-failure"] * count
 
 
 def test_unreadable_facts_are_reported_with_the_readers_remedy() -> None:

@@ -10,19 +10,22 @@ from pathlib import Path
 
 import pytest
 
+from placements.facts.cpu_layout import LAYOUTS, CpuLayout
 from tests.fleet import until
 from tests.workers.host.test_facts_sysfs import FILES, write
 from workers.host import host_facts
 from workers.host.facts.reading import (
     Places,
     SourceDeadlines,
+    read_cpu_layout,
     read_host_facts,
     read_neuron_ls,
     read_neuron_monitor,
     read_process,
 )
-from workers.host.facts.tools import Versions, parse_packages, run_tool
+from workers.host.facts.tools import NEURON_TOOLS, Versions, parse_packages, run_tool
 
+LISTING = """echo '[{"neuron_device": 0, "numa_node": "1"}, {"neuron_device": 1, "numa_node": 0}]'"""
 SAMPLES = Path(__file__).parents[1] / "samples"
 
 
@@ -197,3 +200,44 @@ def test_package_listings_give_versions() -> None:
     )
 
     assert parse_packages(listing) == Versions(driver="2.20.28.0", runtime="2.25.57.0-166c7a468")
+
+
+TWO_NODES = {
+    **{f"cpu/cpu{cpu}/topology/thread_siblings_list": f"{cpu % 4},{cpu % 4 + 4}\n" for cpu in range(8)},
+    "cpu/cpufreq/policy0": "",
+    "node/node0/cpulist": "0-1,4-5\n",
+    "node/node1/cpulist": "2-3,6-7\n",
+    "node/node2/cpulist": "\n",  # memory only
+}
+ONE_NODE = {name: text for name, text in TWO_NODES.items() if not name.startswith("node/")}
+CORES = ((0, 4), (1, 5), (2, 6), (3, 7))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "instance", "listing", "expected"),
+    [
+        (TWO_NODES, "inf2.48xlarge", "exit 1", CpuLayout(CORES, (0, 0, 1, 1), LAYOUTS["inf2.48xlarge"].device_nodes)),
+        (TWO_NODES, "inf2.24xlarge", LISTING, CpuLayout(CORES, (0, 0, 1, 1), (1, 0))),
+        (TWO_NODES, "inf2.24xlarge", LISTING.replace('"1"', '"-1"'), None),
+        (TWO_NODES, "inf2.24xlarge", "exit 1", None),
+        (TWO_NODES, None, "exit 1", CpuLayout(CORES, (0, 0, 1, 1))),
+        (ONE_NODE, "inf2.8xlarge", "exit 1", CpuLayout(CORES, (0, 0, 0, 0))),
+        (ONE_NODE | {"cpu/cpu8/topology/thread_siblings_list": "4,8\n"}, None, "exit 1", None),
+        (ONE_NODE | {"cpu/cpu8/topology/thread_siblings_list": "all\n"}, None, "exit 1", None),
+        ({}, None, "exit 1", None),
+    ],
+)
+def test_the_layout_of_the_cpus_is_that_of_the_kernel(
+    kernel: dict[str, str],
+    instance: str | None,
+    listing: str,
+    expected: CpuLayout | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The nodes of devices are those of the type, else of neuron-ls; with one node they do not matter."""
+    write(tmp_path / "sys/devices/system", kernel)
+    tool(tmp_path / NEURON_TOOLS.lstrip("/"), "neuron-ls", listing)
+    monkeypatch.setenv("COREWRIGHT_HOST_ROOT", str(tmp_path))
+
+    assert read_cpu_layout(instance) == expected

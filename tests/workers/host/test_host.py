@@ -112,6 +112,16 @@ def test_usable_cpus_are_those_of_the_affinity_mask() -> None:
     assert host_facts.usable_cpus()
 
 
+@pytest.mark.parametrize(("quota", "cpus"), [(None, 8), (2, 2), (0, 1), (99, 8)])
+def test_the_cpus_of_a_quota_are_spread_over_the_mask(
+    quota: int | None, cpus: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At least one; siblings that are half of the CPUs apart stay together."""
+    monkeypatch.setattr(host_facts, "_cgroup_cpu_quota", lambda: quota)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    assert host_facts.usable_cpus() == tuple(range(0, 8, 8 // cpus))
+
+
 def test_planned_cpus_that_do_not_exist_are_ignored() -> None:
     """Without any of the planned CPUs, the process keeps its mask."""
     before = os.sched_getaffinity(0)

@@ -14,6 +14,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
 
     index: int
     cores: tuple[int, ...]  # ids of its logical cores on the host, as in NEURON_RT_VISIBLE_CORES
+    numa_node: int | None = None  # None: unknown
 
 
 class DeviceProcess(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,7 +49,7 @@ def parse_neuron_ls(output: str | bytes) -> NeuronLs:
             if index is not None:
                 findings.add(section.where, f"repeats device {index} and is ignored")
             continue
-        devices[index] = Device(index=index, cores=_cores(section, index))
+        devices[index] = Device(index=index, cores=_cores(section, index), numa_node=_numa_node(section))
         processes += _processes(section, index)
     if value == []:
         findings.add(
@@ -106,6 +107,12 @@ def _cores(section: Section, index: int) -> tuple[int, ...]:
     if not section.raw("neuroncore_ids"):  # else it is a finding already
         section.findings.add(section.place("neuroncore_ids"), "is missing or empty; the ids are counted from nc_count")
     return tuple(range(index * count, (index + 1) * count))
+
+
+def _numa_node(section: Section) -> int | None:
+    """Returns the NUMA node, a number or its text; -1 stands for none."""
+    text = str(section.raw("numa_node"))
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 5 else None
 
 
 def _processes(section: Section, device: int) -> list[DeviceProcess]:

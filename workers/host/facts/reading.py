@@ -7,12 +7,13 @@ import json
 import os
 import tempfile
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
 import psutil
 
+from placements.facts.cpu_layout import LAYOUTS, CpuLayout
 from workers.host import host_facts
 from workers.host.facts import neuron_monitor
 from workers.host.facts.machine import HostFacts, Owner, ProcessDetail, SourceReadings, combine, owners
@@ -93,6 +94,23 @@ def read_neuron_ls(deadline_s: float, folder: str = NEURON_TOOLS) -> tuple[Neuro
             return parse_neuron_ls(output.stdout), ()
         problems.append(output.problem)
     return None, (problems[0],)
+
+
+def read_cpu_layout(instance: str | None) -> CpuLayout | None:
+    """Returns the layout of this machine's CPUs from the kernel; None: unknown.
+
+    ``instance`` is its type if it has Neuron devices. If there are several NUMA nodes, those of the devices are the
+    ones that AWS publishes for the type, else those of neuron-ls, else the layout is unknown.
+    """
+    layout = host_facts.cpu_layout()
+    if instance is None or layout is None or len(set(layout.nodes)) == 1:
+        return layout
+    if instance in LAYOUTS:
+        return replace(layout, device_nodes=LAYOUTS[instance].device_nodes)
+    listed, _ = read_neuron_ls(PATIENCE.neuron_ls_s, Places.of_this_host().tools)
+    node_of = {device.index: device.numa_node for device in (listed.devices if listed else ())}
+    nodes = tuple(node_of.get(index) for index in range(max(node_of, default=-1) + 1))
+    return replace(layout, device_nodes=nodes) if nodes and None not in nodes else None
 
 
 def who_holds(cores: Iterable[int], deadline_s: float = PATIENCE.neuron_ls_s) -> dict[int, Owner]:
