@@ -18,6 +18,7 @@ from placements.facts.plural import plural
 from placements.facts.topology import TOPOLOGIES, Topology
 from placements.facts.versions import reaches
 from placements.spec.problems import Problem, in_order
+from workers.compiled import neuron_target
 from workers.engines.package_contract import Drift
 from workers.host.facts.machine import HostFacts, Owner, owners
 from workers.host.interpreter import Interpreter, refusal, vllm_refusal
@@ -186,6 +187,9 @@ def _device_problems(readings: Readings) -> list[Problem]:
         message = f"the driver reports faults of device {device}: {components}"
         hint = "stop and start the instance, which moves it to other hardware, or reserve the cores of the device"
         problems.append(Problem("device-unhealthy", "warning", "", message, hint))
+    override = readings.interpreters[0].interpreter.target
+    if topology is not None and (refused := neuron_target.refusal(override, topology.instance)) is not None:
+        problems.append(Problem(refused.id, "error", "", refused.what, refused.hint))
     if topology is not None and topology.devices != len(readings.dev):
         message = f"{topology.instance} has {topology.devices} Neuron devices, but /dev shows {len(readings.dev)}"
         hint = "check which devices a container has; `dmesg | grep -i neuron` shows devices that failed"

@@ -92,8 +92,9 @@ class Reserve(Frozen):
     vcpus: Annotated[int, Field(ge=0, le=4096)] | None = None
     """vCPUs reserved for the system, rounded up to whole physical cores if these are known. Unset: 4 %, rounded up, at
     least 1; on emulated hosts 0."""
-    memory_gib: Annotated[Gib, Field(ge=0, le=1 << 20)] = 0.0
-    """GiB of host memory reserved for the system. No effect on emulated hosts, which share the machine's memory."""
+    memory_gib: Annotated[Gib, Field(ge=0, le=1 << 20)] = 2.0
+    """GiB of host memory reserved for the system, Ray and the gateway. No effect on emulated hosts, which share the
+    machine's memory."""
     cores: ReservedCores = Field((), json_schema_extra=in_words("list of core ids and ranges"))
     """NeuronCores that replicas do not use, like `[20, "22-23"]`."""
 

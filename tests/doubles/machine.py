@@ -98,6 +98,9 @@ def make_interpreter(
         _write(site / name / "__init__.py", f"__version__ = {version!r}\n")
         metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
         _write(site / f"{name}-{version}.dist-info/METADATA", metadata)
+    for name in ("neuronx-cc", "libneuronpjrt-path") if neuron else ():
+        _write(folder / "bin" / name, "#!/bin/sh\n")
+        (folder / "bin" / name).chmod(0o755)
     return folder / "bin" / "python"
 
 

@@ -610,26 +610,44 @@ def test_the_reserve_of_each_entry_is_checked_at_its_own_place() -> None:
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ("host_memory_gib: 16", []),
-        ("host_memory_gib: 16.5", ["host-memory-exceeded 4:5"]),
+        ("host_memory_gib: 14", []),
+        ("host_memory_gib: 14.5", ["host-memory-exceeded 4:5"]),
         ("engine: cpu\n    host_memory_gib: 17", ["host-memory-exceeded 5:5"]),
     ],
 )
 def test_a_replica_that_no_host_can_load_is_reported(fields: str, expected: list[str]) -> None:
-    """On an inf2.xlarge of 16 GiB; emulated hosts are not checked."""
+    """On an inf2.xlarge of 16 GiB, of which Ray and the gateway have 2; emulated hosts are not checked."""
     assert ids(one_model(fields, "hosts: {instance: inf2.xlarge}\n")) == expected
     assert ids(one_model(fields, "hosts: {emulate: inf2.xlarge}\n")) == []
 
 
 def test_the_estimate_of_the_load_needs_one_large_enough_host() -> None:
-    """Llama-3-8B has 15 GiB of weights in bf16; reserved memory is excluded."""
-    small = "hosts: {instance: inf2.xlarge, reserve: {memory_gib: 2}}\n"
+    """Llama-3-8B has 15 GiB of weights in bf16; reserved memory is excluded, by default 2 GiB."""
+    small = "hosts: {instance: inf2.xlarge}\n"
     mixed = "hosts: [{instance: inf2.xlarge}, {instance: inf2.8xlarge}]\n"
-    text = "tp_degree: 2\n    max_batch: 1"
+    text = "tp_degree: 2\n    max_batch: 1\n    neff_cache: s3://neffs/a"
     results = [
         [problem.id for problem in problems_of(one_model(text, hosts), {"a": LLAMA_3_8B})] for hosts in (small, mixed)
     ]
     assert results == [["host-memory-exceeded"], []]
+
+
+@pytest.mark.parametrize(
+    ("fields", "instance", "expected"),
+    [
+        ("engine: nxd-inference", "trn1.2xlarge", ["compile-memory-exceeded"]),
+        ("engine: nxd-inference", "trn1.32xlarge", []),
+        ("engine: nxd-inference\n    neff_cache: s3://neffs/a", "trn1.2xlarge", []),
+        ("engine: cpu\n    dtype: fp32\n    host_memory_gib: 8", "trn1.2xlarge", []),
+    ],
+)
+def test_a_compile_that_a_host_may_kill_is_a_warning(fields: str, instance: str, expected: list[str]) -> None:
+    """Compilers of a graph need 12 GiB each, and 64 at least; with a neff_cache another machine can compile."""
+    text = one_model(
+        f"tp_degree: 2\n    max_len: 2048\n    max_batch: 1\n    {fields}", f"hosts: {{instance: {instance}}}\n"
+    )
+    problems = problems_of(text, {"a": LLAMA_3_8B})
+    assert [problem.id for problem in problems if problem.severity == "warning"] == expected
 
 
 @pytest.mark.parametrize(

@@ -187,10 +187,18 @@ def test_no_window_is_kept_beside_a_draft_or_a_prefix_cache(beside: str) -> None
     assert brief(checked(text, shaped("mistral"), draft=shaped("mistral"))) == []
 
 
+@pytest.mark.parametrize(("prefill", "expected"), [("[512, 2048]", ["bad-buckets 6:25"]), ("[1024, 2048]", [])])
+def test_no_bucket_of_prompts_is_shorter_than_a_window(prefill: str, expected: list[str]) -> None:
+    """Its graph would read beyond the bucket's end. A window that no slot reaches does not count."""
+    text = f"engine: {NXD}\n    max_len: 2048\n    buckets: {{prefill: {prefill}}}"
+    assert brief(checked(text, replace(shaped("mistral"), window=1024))) == expected
+    assert brief(checked(text, replace(shaped("mistral"), window=2048))) == []
+
+
 def test_replicas_run_only_on_machines_that_their_engine_supports() -> None:
     """One of two types may be suitable; a model that suits none has no place."""
     text = "hosts: [{instance: trn2.3xlarge}, {instance: inf2.xlarge}]\n"
-    text += f"models:\n  a: {{engine: {TNX}, source: ./a}}\n"
+    text += f"models:\n  a: {{engine: {TNX}, source: ./a, neff_cache: s3://neffs/a}}\n"
     spec = parse(text, "f.yaml").spec
     assert spec is not None
     hosts = hosts_for(spec, LAPTOP)

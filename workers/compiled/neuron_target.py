@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 
 from workers.host import host_facts
+from workers.messages.status import Failure
 
 OVERRIDE = "NEURON_PLATFORM_TARGET_OVERRIDE"
 LNC = ("NEURON_LOGICAL_NC_CONFIG", "NEURON_RT_VIRTUAL_CORE_SIZE")  # the second is the older name
@@ -29,3 +30,13 @@ def current() -> NeuronTarget:
     if lnc is None:
         return NeuronTarget(name, DEFAULT_LNC.get(name or ""))
     return NeuronTarget(name, int(lnc) if lnc.isdecimal() else lnc)
+
+
+def refusal(override: str, instance: str) -> Failure | None:
+    """Returns why the value of `OVERRIDE` on a host is wrong for its instance type; None: it is unset, or right."""
+    family = instance.partition(".")[0]
+    target = TARGETS.get(family, family)
+    if not override or TARGETS.get(override, override) == target:
+        return None
+    fact = f"{OVERRIDE} is {override} in the environment of the host, but {instance} runs code for {target}"
+    return Failure("target-differs", fact, f"unset it where `up` or Ray is started, or set it to {target}")

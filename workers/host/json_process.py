@@ -19,8 +19,9 @@ import os
 import shlex
 import subprocess
 import sys
+import sysconfig
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -148,6 +149,22 @@ def _end_when(process: subprocess.Popen[bytes], stop: threading.Event, limit_s: 
 def environment(env: Mapping[str, str]) -> dict[str, str]:
     """Returns this process's environment without the variables that no replica gets, plus ``env``."""
     return {name: value for name, value in os.environ.items() if name not in NEVER_SET} | dict(env)
+
+
+def set_variables(planned: Mapping[str, str]) -> None:
+    """Sets the planned variables of this process, and PATH to begin with the commands of its interpreter: Neuron's
+    packages call `neuronx-cc` and `libneuronpjrt-path` by their names, and must not find those of another environment
+    (optimum-neuron#698, aws-neuron-samples#69)."""
+    for name in NEVER_SET:
+        os.environ.pop(name, None)
+    os.environ.update(planned)
+    os.environ["PATH"] = path_from([sysconfig.get_path("scripts")])
+
+
+def path_from(folders: Iterable[str]) -> str:
+    """Returns this process's PATH with ``folders`` first."""
+    others = os.environ.get("PATH", os.defpath).split(os.pathsep)
+    return os.pathsep.join(dict.fromkeys([*folders, *others]))
 
 
 def read_request(kind: type[R]) -> R:

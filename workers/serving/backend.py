@@ -119,4 +119,5 @@ def failure_of(id: str, error: Exception, activity: str, config: ReplicaConfig) 
     if failure.id != "cores-taken":
         return failure
     owners = [f"nc{core} by pid {pid} ({command})" for core, (pid, command) in who_holds(config.place.cores).items()]
-    return msgspec.structs.replace(failure, what=f"{failure.what}; held: {', '.join(owners) or 'by no process now'}")
+    what = f"{failure.what}; held: {', '.join(owners) or 'by no process now'}"
+    return msgspec.structs.replace(failure, what=what, held=bool(owners))

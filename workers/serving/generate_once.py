@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from workers.host.json_process import ChildRequest, answering, read_request
+from workers.host.json_process import ChildRequest, answering, read_request, set_variables
 from workers.messages.replica_config import ReplicaConfig
 from workers.messages.requests import FinishReason, GenerateRequest, TokenEvent
 from workers.messages.status import Failure
@@ -126,6 +126,7 @@ def _end_of(answer: Sequence[TokenEvent]) -> End:
 def main() -> None:
     """Read the job and answer it."""
     job = read_request(GenerateJob)
+    set_variables({})
     run(job, answering())
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +21,7 @@ from workers.compiled.orders import BuildTrouble, Checked, Order, Predicted, Rep
 from workers.compiled.places import ensure, find, wanted_of
 from workers.engines.open_engine import buildables, hide_progress_bars, runner_of
 from workers.engines.weight_files import check_checkpoint
-from workers.host.json_process import NEVER_SET, answering, read_request
+from workers.host.json_process import answering, read_request, set_variables
 from workers.host.memory_limits import is_out_of_memory, out_of_memory
 from workers.host.neuron_faults import explained
 from workers.messages.engine_protocol import EngineLoadError
@@ -101,9 +100,7 @@ def main(arguments: list[str]) -> int:
         sys.stderr.write("usage: python -m workers.serving.prepare check|predict|compile < JSON\n")
         return 2
     order = read_request(Order)
-    for name in NEVER_SET:
-        os.environ.pop(name, None)
-    os.environ.update(order.config.place.env)
+    set_variables(order.config.place.env)
     return 0 if run(arguments[0], order, answering()) else 1
 
 

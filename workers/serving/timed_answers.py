@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from workers.host.json_process import ChildRequest, answering, read_request
+from workers.host.json_process import ChildRequest, answering, read_request, set_variables
 from workers.messages.replica_config import ReplicaConfig
 from workers.messages.requests import GenerateRequest, TokenEvent
 from workers.messages.status import Failure
@@ -162,7 +162,9 @@ def run(job: TimedJob, send: Callable[[Reply], None]) -> None:
 
 def main() -> None:
     """Read the job and answer it."""
-    run(read_request(TimedJob), answering())
+    job = read_request(TimedJob)
+    set_variables({})
+    run(job, answering())
 
 
 if __name__ == "__main__":

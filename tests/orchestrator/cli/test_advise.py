@@ -40,7 +40,7 @@ def test_a_relative_folder_is_found_wherever_the_spec_is_written(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "specs").mkdir()
-    assert cli.run(["advise", "./llama", "--instance", "inf2.xlarge", "--write", "specs/out.yaml"]) == 0
+    assert cli.run(["advise", "./llama", "--instance", "inf2.8xlarge", "--write", "specs/out.yaml"]) == 0
     spec = parse((folder / "specs" / "out.yaml").read_text(), "out.yaml", str(folder / "specs")).spec
     assert spec is not None
     assert Path(spec.models[0].source_path or "") == folder / "llama"
@@ -110,7 +110,7 @@ def test_prompts_beyond_the_last_bucket_are_counted(folder: Path, capsys: pytest
         (["./llama", "--instance", "inf1"], 64, "'inf1' is not one of inf2.xlarge"),
         (["./llama", "--engine", "cpu"], 64, "'cpu' is not an engine for Neuron cores"),
         (["./llama", "--max-len", "100"], 64, "shorter than 512 + 128 tokens"),
-        (["./llama", "--instance", "inf2.xlarge", "--line", "99"], 64, "there are"),
+        (["./llama", "--instance", "inf2.8xlarge", "--line", "99"], 64, "there are"),
         (["./llama", "--prices", "missing.yaml"], 1, "prices-wrong: missing.yaml cannot be read: No such file"),
         (["./llama", "--prices", "trace.csv"], 1, "prices-wrong: trace.csv has no prices"),
         (["./nothing"], 1, "checkpoint-unreadable: nothing: "),

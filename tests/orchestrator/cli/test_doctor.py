@@ -310,6 +310,15 @@ def test_an_engine_that_does_not_work_has_the_reason(packages: dict[str, str], e
     assert engines_of(msgspec.structs.replace(NXD, packages=packages))[engine].startswith(reason)
 
 
+@pytest.mark.parametrize(("target", "ids"), [("trn2", {"target-differs"}), ("inf2", set()), ("trn1", set())])
+def test_a_target_of_another_machine_is_an_error(target: str, ids: set[str]) -> None:
+    """The variable of the compiler is in the environment of whoever starts `up` here."""
+    own = msgspec.structs.replace(WELL.interpreters[0].interpreter, target=target)
+    first = dataclasses.replace(WELL.interpreters[0], interpreter=own)
+    readings = dataclasses.replace(WELL, interpreters=(first, *WELL.interpreters[1:]))
+    assert {problem.id for problem in report(readings).problems} == ids
+
+
 def test_the_release_of_the_sdk_is_recognized() -> None:
     """By the packages of all interpreters."""
     other = msgspec.structs.replace(NXD, python="/opt/old/bin/python", packages={"neuronx-cc": "2.20.9961.0"})

@@ -48,6 +48,12 @@ def test_the_cpu_back_end_runs_in_one_process_without_the_degree() -> None:
     )
 
 
+def test_the_server_finds_the_commands_of_its_own_interpreter_first() -> None:
+    """Its plugin calls the compiler by its name."""
+    installed = VllmInstallation((0, 13), "nxd", scripts="/opt/vllm/bin")
+    assert environment(config(), installed, Path("/f"))["PATH"].split(":")[0] == "/opt/vllm/bin"
+
+
 def test_nxd_inference_has_one_block_for_each_slot_and_samples_on_the_host() -> None:
     """The golden command line of the plugin on NxD Inference."""
     assert command("nxd", (0, 13)) == (

@@ -16,6 +16,7 @@ from workers.serving import replica
 @pytest.fixture(autouse=True)
 def set_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     """A profile or an image may set them."""
+    monkeypatch.setenv("PATH", f"/opt/another/bin:{os.environ['PATH']}")
     for name in NEVER_SET:
         monkeypatch.setenv(name, "2")
 
@@ -51,6 +52,14 @@ def test_a_replica_has_the_variables_of_its_plan(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "0-7")
     replica.set_environment({"NEURON_RT_VISIBLE_CORES": "8-15"})
     assert os.environ["NEURON_RT_VISIBLE_CORES"] == "8-15"
+
+
+def test_a_replica_finds_the_commands_of_its_own_interpreter_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neuron's packages call the compiler by its name."""
+    monkeypatch.setattr(replica, "NEURON_MODULES", frozenset())
+    replica.set_environment({})
+    first, second, *_ = os.environ["PATH"].split(":")
+    assert (first, second) == (str(Path(sys.executable).parent), "/opt/another/bin")
 
 
 def test_a_child_process_starts_without_them(tmp_path: Path) -> None:

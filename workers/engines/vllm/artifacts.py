@@ -32,11 +32,12 @@ from workers.artifacts.sources.listing import SourceError
 from workers.compiled import shared_sets
 from workers.compiled.compile_session import CompileSession
 from workers.compiled.file_states import Part, parts
-from workers.compiled.host_sets import SPENT, LockedEntry, entry
+from workers.compiled.host_sets import SPENT, LockedEntry, check_room, entry
 from workers.compiled.neuron_cache import URL
 from workers.compiled.neuron_target import LNC, OVERRIDE
 from workers.compiled.shared_sets import pull_or_log
 from workers.engines.manifest_parts import checkpoint_digests, neuron_build
+from workers.engines.weight_files import copy_bytes
 from workers.host import foreign_files, host_facts
 from workers.messages.engine_protocol import EngineLoadError
 from workers.messages.replica_config import ReplicaConfig
@@ -190,6 +191,9 @@ def prepared(config: ReplicaConfig, plugin: Plugin, wanted: Needs, scratch: Path
 def filling(config: ReplicaConfig, plugin: Plugin, held: LockedEntry) -> Iterator[PreparedServer]:
     """The context in which a server compiles into an exclusively held entry, which is complete afterwards."""
     log.info("compiling %s with vLLM into %s; its output is in this log", config.source, held.path)
+    if plugin == "nxd":
+        weights = map(Path, filter(None, (config.source, config.draft_source)))
+        check_room(held.path, sum(copy_bytes(source, config.dtype) for source in weights))
     session = CompileSession(held.manifest, Path(config.source or ""), held.path.parent, shared=False)
     with session.compiling() if plugin == "nxd" else contextlib.nullcontext(), SPENT.running():
         env = _variables(plugin, held.path, held.path)

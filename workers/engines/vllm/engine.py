@@ -25,6 +25,7 @@ from workers.engines.server.server_process import Address, CompletionServer, Ser
 from workers.engines.vllm import artifacts as vllm_artifacts
 from workers.engines.vllm.adapters import EMPTY, loads_adapters, max_rank_of, most_loaded, write_empty_adapter
 from workers.host.interpreter import probe
+from workers.host.json_process import path_from
 from workers.messages.engine_protocol import EngineLoadError, EngineSpec
 from workers.messages.replica_config import ReplicaConfig
 
@@ -47,6 +48,7 @@ class VllmInstallation(msgspec.Struct, frozen=True):
     version: Version
     plugin: Plugin
     packages: dict[str, str] = {}  # versions of its packages
+    scripts: str = ""  # the folder of its commands, such as the compiler
 
 
 def installation(python: str) -> VllmInstallation:
@@ -58,7 +60,8 @@ def installation(python: str) -> VllmInstallation:
     if vllm is None:
         raise EngineLoadError("engine-not-installed", f"{python} has no vllm", "set engines.vllm.python in the spec")
     neuron = interpreter.packages.get("vllm-neuron")
-    return VllmInstallation(version_of(vllm), "cpu" if neuron is None else plugin_of(neuron), interpreter.packages)
+    plugin = "cpu" if neuron is None else plugin_of(neuron)
+    return VllmInstallation(version_of(vllm), plugin, interpreter.packages, interpreter.scripts)
 
 
 def arguments(config: ReplicaConfig, installed: VllmInstallation, address: Address) -> list[str]:
@@ -190,6 +193,7 @@ def environment(config: ReplicaConfig, installed: VllmInstallation, folder: Path
         **config.place.env,
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",
+        "PATH": path_from(filter(None, [installed.scripts])),
         "PROMETHEUS_DISABLE_CREATED_SERIES": "True",
         "VLLM_CACHE_ROOT": str(folder),
         "VLLM_HOST_IP": "127.0.0.1",
