@@ -15,7 +15,6 @@ from placements.facts.neuron_releases import (
     ENVIRONMENTS,
     SDKS,
     environments_on,
-    first_driver,
     next_series,
     number,
     sdk_named,
@@ -192,14 +191,6 @@ def test_images_get_no_updates_from_the_next_release_on() -> None:
     assert SDKS[-1].superseded == ""
     ended = {item.engine: item.support_ended for item in ENVIRONMENTS if item.os == "Ubuntu 22.04"}
     assert ended == {"transformers-neuronx": "2025-09-18", "nxd-inference": "2026-05-21"}
-
-
-@pytest.mark.parametrize(
-    ("runtime", "driver"), [("2.31.24.0", None), ("2.32.31.0", "2.27"), ("2.35.30.0-1a2b", "2.27"), ("3.0", "2.27")]
-)
-def test_a_runtime_needs_a_driver(runtime: str, driver: str | None) -> None:
-    """Runtime 2.32 and later do not work with driver 2.26 and earlier."""
-    assert first_driver(runtime) == driver
 
 
 @pytest.mark.parametrize(
