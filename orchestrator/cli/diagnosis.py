@@ -13,10 +13,10 @@ from placements.engines.registry import AUTO_ENGINES, ENGINES, candidates_of, ca
 from placements.engines.transformers_neuronx.capabilities import MISREAD_HINT
 from placements.engines.vllm.capabilities import VllmNeuron
 from placements.facts.core_range import runs
-from placements.facts.neuron_releases import first_driver, sdk_of
+from placements.facts.known_failures import failures_of
+from placements.facts.neuron_releases import sdk_of
 from placements.facts.plural import plural
 from placements.facts.topology import TOPOLOGIES, Topology
-from placements.facts.versions import reaches
 from placements.spec.problems import Problem, in_order
 from workers.compiled import neuron_target
 from workers.engines.package_contract import Drift
@@ -179,10 +179,10 @@ def _device_problems(readings: Readings) -> list[Problem]:
     if not readings.dev:
         return problems
     runtime, driver = facts.versions.runtime, facts.versions.driver
-    if runtime and driver and (first := first_driver(runtime)) and not reaches(driver, first):
-        message = f"the Neuron runtime {runtime} does not work with the driver {driver}"
-        hint = f"update aws-neuronx-dkms on the host to {first} or later, or use an older image"
-        problems.append(Problem("driver-too-old", "error", "", message, hint))
+    pair = {"aws-neuronx-runtime-lib": runtime, "aws-neuronx-dkms": driver} if runtime and driver else {}
+    for row in failures_of(None, facts.instance_type or "", pair):
+        message = f"runtime {runtime} and driver {driver}: {row.what}"
+        problems.append(Problem("driver-too-old", row.severity, "", message, row.helps))
     for device, components in facts.unhealthy.items():
         message = f"the driver reports faults of device {device}: {components}"
         hint = "stop and start the instance, which moves it to other hardware, or reserve the cores of the device"
@@ -275,8 +275,8 @@ def _version_problems(
     elif topology is not None and (why := engine.maintenance(version, topology.family)):
         hint = "test a model with it first; AWS fixes only critical faults and gaps in its security"
         yield Problem("engine-in-maintenance", "warning", reading.where, f"{subject} {why}", hint)
-    if engine.is_newer(version):
-        fact = f"{subject} is not known to this corewright, and is planned as {engine.versions[-1]}"
+    if last := engine.planned_as(version):
+        fact = f"{subject} is not known to this corewright, and is planned as {last}"
         hint = "options and memory may differ: test a model with it first"
         yield Problem("engine-version-unknown", "warning", reading.where, fact, hint)
 

@@ -177,9 +177,9 @@ class Capabilities:
         """Returns why a version gets only fixes on a family of machines, after the version; "" if it is supported."""
         return ""
 
-    def is_newer(self, version: str) -> bool:
-        """Returns whether a version is newer than all that are known; it is planned as the last of them."""
-        return bool(self.versions) and not reaches(self.versions[-1], series(version))
+    def planned_as(self, version: str) -> str:
+        """Returns the last known series for a version that is newer than it; "" for a version that is known."""
+        return self.versions[-1] if self.versions and not reaches(self.versions[-1], series(version)) else ""
 
     def step_widths(self, draft_k: int | None) -> tuple[int, ...]:
         """Returns the tokens of decoding steps that it distinguishes from prompts by their width only."""

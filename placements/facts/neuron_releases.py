@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from placements.facts.tables import read_table
-from placements.facts.versions import reaches, series
+from placements.facts.versions import series
 
 CONTAINERS = "public.ecr.aws/neuron/pytorch-inference-neuronx"
 VLLM_CONTAINERS = "public.ecr.aws/neuron/pytorch-inference-vllm-neuronx"
@@ -93,16 +93,6 @@ SDKS: tuple[Sdk, ...] = tuple(Sdk(**row) for row in read_table("facts/neuron_sdk
 
 ENVIRONMENTS: tuple[Environment, ...] = tuple(Environment(**row) for row in read_table("facts/neuron_environments.csv"))
 """The preferred operating system first."""
-
-
-FIRST_DRIVERS: Mapping[str, str] = {"2.32": "2.27"}
-"""Series of the runtime, newest first -> the first series of the driver that it, and later runtimes, work with (sdk
-v2.32.0 release-notes/components/containers.rst, known issues of 2.30.0)."""
-
-
-def first_driver(runtime: str) -> str | None:
-    """Returns the first series of the driver that a version of the runtime works with; None: no limit is known."""
-    return next((driver for first, driver in FIRST_DRIVERS.items() if reaches(runtime, first)), None)
 
 
 def number(version: str) -> tuple[int, ...]:

@@ -15,7 +15,6 @@ from placements.facts.neuron_releases import (
     ENVIRONMENTS,
     SDKS,
     environments_on,
-    first_driver,
     next_series,
     number,
     sdk_named,
@@ -195,14 +194,6 @@ def test_images_get_no_updates_from_the_next_release_on() -> None:
 
 
 @pytest.mark.parametrize(
-    ("runtime", "driver"), [("2.31.24.0", None), ("2.32.31.0", "2.27"), ("2.35.30.0-1a2b", "2.27"), ("3.0", "2.27")]
-)
-def test_a_runtime_needs_a_driver(runtime: str, driver: str | None) -> None:
-    """Runtime 2.32 and later do not work with driver 2.26 and earlier."""
-    assert first_driver(runtime) == driver
-
-
-@pytest.mark.parametrize(
     ("version", "machines", "maintained"),
     [
         ("0.8.16251", "inf2", False),
@@ -216,7 +207,18 @@ def test_nxd_inference_is_in_maintenance_on_older_machines(version: str, machine
     assert bool(ENGINES["nxd-inference"].maintenance(version, machines)) == maintained
 
 
-@pytest.mark.parametrize(("version", "newer"), [("0.4.1", False), ("0.9.17334", False), ("0.10.1", True)])
-def test_a_version_is_newer_than_the_known_ones_by_its_numbers(version: str, newer: bool) -> None:
-    """0.10 follows 0.9."""
-    assert ENGINES["nxd-inference"].is_newer(version) == newer
+@pytest.mark.parametrize(
+    ("engine", "version", "last"),
+    [
+        ("nxd-inference", "0.9.17334", ""),
+        ("nxd-inference", "0.10.1", "0.9"),
+        ("optimum-neuron", "0.4.5", ""),
+        ("optimum-neuron", "0.5.0", "0.4"),
+        ("cpu", "9.9", ""),
+    ],
+)
+def test_a_version_that_is_newer_than_the_known_ones_is_planned_as_the_last_of_them(
+    engine: Engine, version: str, last: str
+) -> None:
+    """By its numbers: 0.10 follows 0.9."""
+    assert ENGINES[engine].planned_as(version) == last

@@ -77,8 +77,7 @@ def hbm_share(options: Mapping[str, Any]) -> float:
 def release_for(machines: str, named: str | None = None) -> VllmNeuron:
     """Returns the release to plan for: the named one, else the last that runs on the family of machines."""
     version = version_of(named or LAST_FOR.get(machines, RELEASES[-1].plugin))
-    last = [release for release in RELEASES[1:] if version_of(release.plugin) <= version] or [RELEASES[0]]
-    known = last[-1]
+    known = [RELEASES[0], *(release for release in RELEASES if version_of(release.plugin) <= version)][-1]
     return known if named is None or version_of(known.plugin) == version else known._replace(plugin=named)
 
 
