@@ -200,7 +200,26 @@ def _since(family: str, engine: Capabilities) -> str:
     return f"{family} (from {first} on)" if first and first != engine.versions[0] else family
 
 
-ENGINE_TABLES: Mapping[str, Callable[[], str]] = {"abilities": _abilities, "versions": _versions}
+def _checkpoints() -> str:
+    """By engine that reads checkpoints, what of config.json it reads besides plain weights and positions."""
+    lines = ["| engine | quantized weights | `rope_type` besides `default` |", "|---|---|---|"]
+    for name, engine in ENGINES.items():
+        if engine.reads_checkpoint and not engine.forwards:
+            weights = "; ".join(f"{family}: {', '.join(methods)}" for family, methods in engine.weights.items()) or "-"
+            families: dict[str, list[str]] = {}
+            for family, types in engine.ropes.items():
+                shown = ", ".join(f"({kind})" if differs else kind for kind, differs in types.items())
+                families.setdefault(shown, []).append(family)
+            ropes = "; ".join(f"{', '.join(sorted(names))}: {shown}" for shown, names in families.items()) or "-"
+            lines.append(f"| `{name}` | {weights} | {ropes} |")
+    return "\n".join(lines) + "\n"
+
+
+ENGINE_TABLES: Mapping[str, Callable[[], str]] = {
+    "abilities": _abilities,
+    "versions": _versions,
+    "checkpoints": _checkpoints,
+}
 """What can be generated of docs/engines.md, in the order of the page."""
 
 TABLES: Mapping[str, Callable[[], str]] = {

@@ -187,6 +187,10 @@ LAYERS: dict[str, set[str]] = {
         "orchestrator.process",
         "orchestrator.simulate",
     },
+    "orchestrator.verify": {
+        "orchestrator.control.resolve",
+        "orchestrator.process",
+    },
     "orchestrator.api": {
         "orchestrator.access",
         "orchestrator.console",
@@ -225,6 +229,7 @@ LAYERS: dict[str, set[str]] = {
         "orchestrator.process",
         "orchestrator.sagemaker",
         "orchestrator.simulate",
+        "orchestrator.verify",
     },
 }
 # The modules of one name in the folders of engines, which are a room together.

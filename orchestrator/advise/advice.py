@@ -17,7 +17,8 @@ from orchestrator.simulate.run import Fixed, simulate
 from orchestrator.simulate.scenario import Arrival, SimModel, scenario_of
 from orchestrator.simulate.simulated_queue import Measured
 from orchestrator.simulate.workload import Lengths, Workload
-from placements.engines.registry import Engine
+from placements.engines.evidence import Evidence, ModelVariant, releases_reported
+from placements.engines.registry import Engine, candidates_of
 from placements.facts.checkpoints import Checkpoint
 from placements.facts.topology import DEGREES, TOPOLOGIES
 from placements.planner.plan import Plan, plan
@@ -125,9 +126,10 @@ def candidates(question: SizingQuestion, checkpoint: Checkpoint) -> Iterator[Siz
     """Yields every combination of instance type, degree, type of weights and batch, small batches first."""
     for instance in question.instances:
         topology = TOPOLOGIES[instance]
-        for tp in DEGREES[topology.family]:
+        for tp, row in DEGREES[topology.family].items():
             padded = checkpoint.heads % tp != 0
-            if tp > topology.cores or (padded and question.as_is) or (question.degrees and tp not in question.degrees):
+            wanted = tp in question.degrees if question.degrees else row.documented
+            if tp > topology.cores or (padded and question.as_is) or not wanted:
                 continue
             for quantized in (False,) if question.as_is else (False, True):
                 for batch in question.batches or BATCHES:
@@ -208,9 +210,17 @@ class Advice:
     """The efficient lines, cheapest first, and the candidates that were left out, by the id of the reason."""
 
     question: SizingQuestion
+    model: ModelVariant
     lines: tuple[Line, ...]
     compared: int
     left_out: dict[str, list[tuple[SizingCandidate, LeftOut]]]
+
+    @property
+    def evidence(self) -> dict[tuple[str, Engine], tuple[Evidence, ...]]:
+        """What others report of the model, by the families of machines that were compared, and the engines."""
+        families = dict.fromkeys(TOPOLOGIES[instance].family for instance in self.question.instances)
+        engines = candidates_of(self.question.engine)
+        return {(each, engine): releases_reported(self.model, engine, each) for each in families for engine in engines}
 
 
 def advise(question: SizingQuestion) -> Advice:
@@ -243,7 +253,8 @@ def advise(question: SizingQuestion) -> Advice:
         )
         hint = "raise the limits, shorten the slots, or compare other instance types with --instance"
         raise Failed("nothing-serves-load", f"none of {count} candidates serves the load: {reasons}", hint)
-    return Advice(question, tuple(frontier(lines)), count, left_out)
+    model = ModelVariant.of(comparison.checkpoint)
+    return Advice(question, model, tuple(frontier(lines)), count, left_out)
 
 
 def frontier(lines: Iterable[Line]) -> list[Line]:

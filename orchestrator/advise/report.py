@@ -7,6 +7,7 @@ from typing import Any
 from orchestrator.advise.advice import SHARE, WITHIN, Advice, Line
 from orchestrator.advise.buckets import BucketAdvice, BucketSet
 from orchestrator.process.text_table import columns
+from placements.engines.evidence import THIN
 from placements.facts.plural import counted
 
 HEADER = (
@@ -33,6 +34,10 @@ def advice_data(advice: Advice) -> dict[str, Any]:
             {**_candidate(candidate), "reason": id, "what": reason.what}
             for id, reasons in advice.left_out.items()
             for candidate, reason in reasons
+        ],
+        "evidence": [
+            {"machines": machines, "engine": engine, "releases": releases}
+            for (machines, engine), releases in advice.evidence.items()
         ],
     }
 
@@ -75,6 +80,10 @@ def advice_text(advice: Advice) -> str:
     header = (*HEADER, "$/M TOKENS") if priced else HEADER
     lines += ["", columns(header, [_row(i, line, priced) for i, line in enumerate(advice.lines, 1)]), ""]
     lines.append("Times are as long as ERROR, the error of the estimated step, allows; docs/sizing.md has its sources.")
+    for (machines, engine), releases in advice.evidence.items():
+        each = "; ".join(f"SDK {evidence.sdk} {evidence.text}" for evidence in releases)
+        lines.append(f"Others report on {machines} with {engine}: {each or 'nothing of this model'}.")
+    lines.append(THIN)
     left_out = ", ".join(f"{len(reasons)} by {id}" for id, reasons in advice.left_out.items())
     lines.append(f"{counted(advice.compared, 'candidate')} compared" + (f"; left out: {left_out}" if left_out else ""))
     return "\n".join(lines)

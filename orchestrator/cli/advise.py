@@ -25,6 +25,7 @@ from orchestrator.cli.app import (
 )
 from orchestrator.cli.client import find_fleet
 from orchestrator.cli.output import Format, complain, say, show, write
+from orchestrator.cli.plan_result import speeds_of_home
 from orchestrator.process.failure import Failed
 from orchestrator.simulate.speeds import read_speeds, reported_speeds
 from orchestrator.simulate.trace_file import InvalidTrace, read_trace
@@ -113,9 +114,11 @@ def advise_model(
 
 
 def _measured(speeds: Path | None, offline: bool) -> tuple[MeasuredSpeed, ...]:
-    """Returns the measured speeds of the file or, without one, of the running fleet, if there is one."""
-    fleet = None if offline or speeds is not None else find_fleet()
-    return read_speeds(speeds) if fleet is None else reported_speeds(fleet.get("speeds"))
+    """Returns the measured speeds of the file; without one of the running fleet, or else those of this home."""
+    if speeds is not None:
+        return read_speeds(speeds)
+    fleet = None if offline else find_fleet()
+    return speeds_of_home() if fleet is None else reported_speeds(fleet.get("speeds"))
 
 
 def _engine(name: str) -> Engine:

@@ -72,6 +72,7 @@ COMMANDS = {  # by group of `--help`: each command, in order, and the module tha
         "drain": "operate",
         "hosts": "operate",
         "doctor": "doctor",
+        "verify": "verify",
         "node-resources": "operate",
     },
     "Models": {"generate": "generate", "bench": "bench", "compile": "compile", "cache": "cache"},

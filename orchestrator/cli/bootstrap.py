@@ -10,6 +10,7 @@ from typing import Any
 from orchestrator.process.text_table import columns
 from placements.engines.capabilities import Capabilities
 from placements.engines.cpu.capabilities import FIRST_TRANSFORMERS
+from placements.engines.evidence import THIN, Evidence, ModelVariant, evidence_of, served_on
 from placements.engines.registry import (
     AUTO_ENCODER,
     AUTO_ENGINES,
@@ -22,7 +23,7 @@ from placements.engines.registry import (
 )
 from placements.engines.vllm.capabilities import RELEASES, release_for
 from placements.facts.neuron_releases import SDKS, Environment, Sdk, environments_on, next_series, sdk_named
-from placements.facts.topology import TOPOLOGIES
+from placements.facts.topology import family_of
 from placements.facts.versions import reaches, series
 from placements.spec.problems import Problem
 from workers.host.interpreter import Interpreter, refusal, vllm_refusal
@@ -40,8 +41,19 @@ class ModelReading:
     name: str
     engine: Engine
     kind: str
-    family: str | None  # None: its config.json was not read
+    variant: ModelVariant | None  # None: its config.json was not read
     where: str
+    tp_degree: int = 1
+
+    @property
+    def family(self) -> str | None:
+        """Its model_type."""
+        return None if self.variant is None else self.variant.family
+
+    @property
+    def candidates(self) -> tuple[Engine, ...]:
+        """The engines that may serve it, the preferred one first."""
+        return candidates_of(self.engine if self.kind == "generate" or self.engine != "auto" else AUTO_ENCODER)
 
 
 @dataclass(frozen=True)
@@ -52,6 +64,7 @@ class ModelEntry:
     family: str | None
     engine: Engine | None
     reason: str | None = None
+    evidence: Evidence | None = None  # None: its engine or its config.json is not known
 
 
 @dataclass(frozen=True)
@@ -115,8 +128,11 @@ class Bootstrap:
         if self.engines:
             lines += ["", columns(COLUMNS, [entry.row for entry in self.engines])]
         if self.models:
-            rows = [(model.name, model.family, model.engine, model.reason) for model in self.models]
-            lines += ["", columns(("MODEL", "FAMILY", "ENGINE", "REASON"), rows)]
+            rows = [
+                (model.name, model.family, model.engine, model.evidence and model.evidence.text, model.reason)
+                for model in self.models
+            ]
+            lines += ["", columns(("MODEL", "FAMILY", "ENGINE", "OTHERS REPORT", "REASON"), rows)]
         return "\n".join(lines)
 
 
@@ -124,25 +140,24 @@ def bootstrap(situation: MachineSituation) -> Bootstrap:
     """Returns the steps to a fleet.
 
     1. The release of the SDK: as named; else of the releases whose image has every engine of the spec, or else NxD
-       Inference, the one of this machine, or the last one.
+       Inference, one that serves the most models of the spec, and on which the fewest are known to fail; of these that
+       of this machine, or that on which others served or compiled the models with the best confidence (`evidence`), or
+       the last one. Without models that were read, those that are recommended count.
     2. Its image: this machine's, or that with the most of these engines.
     3. The environment of the fleet: that of an engine of the spec, NxD Inference before transformers-neuronx; a new one
        if only vLLM is used.
     """
     instance = situation.here or situation.instance or DEFAULT_INSTANCE
-    machines = _family(instance)
+    machines = family_of(instance)
     named = {model.engine for model in situation.models if model.engine in NEURON}
-    here = set(situation.installed.values())
-    sdk = _release(named, machines, here) if situation.sdk is None else sdk_named(situation.sdk)
+    sdk = _release(named, situation, instance) if situation.sdk is None else sdk_named(situation.sdk)
     if sdk is None:
         return Bootstrap(instance, situation.here, problems=(_unknown(situation.sdk or ""),))
-    wanted = named or set(PREFERRED) | set(AUTO_ENGINES)
-    paths = {path for path, series in situation.installed.items() if series == sdk.series}
-    os = best_os(sdk, wanted, machines, paths) or best_os(sdk, (*PREFERRED, *AUTO_ENGINES), machines, paths)
+    os = _os(sdk, named, situation, machines)
     if os is None:
         return Bootstrap(instance, situation.here, sdk, problems=(_no_engine(sdk, machines),))
     engines = on_image(sdk, os, machines)
-    models = tuple(_served(model, engines) for model in situation.models)
+    models = tuple(_served(model, engines, sdk, instance) for model in situation.models)
     used = {model.engine for model in models}
     working = {entry.engine for entry in engines if entry.works}
     hosting = {capabilities(engine).beside or engine for engine in used if engine is not None}
@@ -159,32 +174,57 @@ def bootstrap(situation: MachineSituation) -> Bootstrap:
     return Bootstrap(instance, situation.here, sdk, environment, engines, models, tuple(steps), tuple(problems))
 
 
-def _release(named: set[Engine], machines: str, here: set[str]) -> Sdk | None:
-    """Returns the last release with all engines, of a series of NxD Inference that was tested, and of the series that
-    are ``here`` if one of them is such; with the first of the preferred engines if no release has all."""
+def _release(named: set[Engine], situation: MachineSituation, instance: str) -> Sdk | None:
+    """Returns a release with all engines, of a series of NxD Inference that was tested; with the first of the preferred
+    engines if no release has all."""
     engines = sorted(name for name in named if not ENGINES[name].absent) or [PREFERRED[0]]
+    machines, here = family_of(instance), set(situation.installed.values())
     releases = [set(sdks_with(engine, machines)) for engine in engines]
     common = [sdk for sdk in SDKS if all(sdk in having for having in releases)]
     tested = [sdk for sdk in common if all(_is_tested(sdk, ENGINES[name]) for name in engines)]
+    models = [model for model in situation.models if model.variant] or [
+        ModelReading(report.model, PREFERRED[0], "generate", report.variant, "", int(report.tp_degree))
+        for report in served_on(machines)
+    ]
+
+    def proof(sdk: Sdk) -> tuple[int, int, bool, int, int, int]:
+        os = _os(sdk, named, situation, machines)
+        image = on_image(sdk, os, machines) if os else ()
+        entries = [_served(model, image, sdk, instance) for model in models]
+        found = [entry.evidence for entry in entries if entry.evidence]
+        failed, served, compiled = (
+            sum(each.weight for each in found if each.status == status) for status in ("failed", "served", "compiled")
+        )
+        able = sum(entry.engine is not None for entry in entries)
+        return able, -failed, sdk.series in here, served, compiled, SDKS.index(sdk)
+
     if tested:
-        return max(tested, key=lambda sdk: (sdk.series in here, SDKS.index(sdk)))
-    return None if engines == [PREFERRED[0]] else _release(set(), machines, here)
+        return max(tested, key=proof)
+    return None if engines == [PREFERRED[0]] else _release(set(), situation, instance)
+
+
+def _os(sdk: Sdk, named: set[Engine], situation: MachineSituation, machines: str) -> str | None:
+    """Returns the operating system of the image with the most engines of the spec, or else with any."""
+    usual = set(PREFERRED) | set(AUTO_ENGINES)
+    paths = {path for path, series in situation.installed.items() if series == sdk.series}
+    return best_os(sdk, named or usual, machines, paths) or best_os(sdk, usual, machines, paths)
 
 
 def _is_tested(sdk: Sdk, engine: Capabilities) -> bool:
     return not engine.versions or series(str(getattr(sdk, engine.module))) in engine.versions
 
 
-def _served(model: ModelReading, engines: Sequence[EngineEntry]) -> ModelEntry:
+def _served(model: ModelReading, engines: Sequence[EngineEntry], sdk: Sdk, instance: str) -> ModelEntry:
     """Returns the engine of a model on the image."""
     if model.engine in HOST_ENGINES or capabilities(model.engine).forwards:
         return ModelEntry(model.name, model.family, model.engine)
-    candidates = candidates_of(model.engine if model.kind == "generate" or model.engine != "auto" else AUTO_ENCODER)
     reasons = []
-    for candidate in candidates:
+    for candidate in model.candidates:
         entry = next(entry for entry in engines if entry.engine == candidate)
         if entry.works and (not entry.families or model.family is None or model.family in entry.families):
-            return ModelEntry(model.name, model.family, candidate)
+            variant = model.variant
+            evidence = evidence_of(variant, candidate, sdk, instance, model.tp_degree) if variant else None
+            return ModelEntry(model.name, model.family, candidate, evidence=evidence)
         reasons.append(f"{candidate} {entry.reason or f'{entry.version} does not serve {model.family}'}")
     return ModelEntry(model.name, model.family, None, "; ".join(reasons))
 
@@ -231,7 +271,9 @@ def _steps(
         steps.append(BootstrapStep("Set the interpreters of other engines in the spec", lines, remarks))
     verbs = ("doctor", "up") if launches else ("doctor", "compile", "up")
     start = tuple(f"corewright {verb} {spec}" for verb in verbs)
-    steps.append(BootstrapStep("Check the machine, and start the fleet", start))
+    proven = [report.model for report in served_on(family_of(instance)) if report.sdk == sdk.series]
+    remarks = (f"Served by others on SDK {sdk.series}: {', '.join(proven)}. {THIN}",) if proven else ()
+    steps.append(BootstrapStep("Check the machine, and start the fleet", start, () if used else remarks))
     if situation.here is None:
         commands = ("make venv", f".venv/bin/corewright plan {spec}", f".venv/bin/corewright up {spec}")
         remark = f"With `hosts: {{emulate: {instance}}}` and `defaults: {{engine: cpu}}` in the spec."
@@ -243,13 +285,9 @@ def _steps(
 def _settings(entry: EngineEntry, instance: str) -> str:
     """Returns the settings of an engine in ``engines``: its Python, and vLLM's plugin if it is not the default one."""
     release = next((item for item in RELEASES if item.vllm == series(entry.version or "")), None)
-    if not ENGINES[entry.engine].launches or release in (None, release_for(_family(instance))):
+    if not ENGINES[entry.engine].launches or release in (None, release_for(family_of(instance))):
         return f"python: {entry.python}"
     return f'python: {entry.python}, plugin: "{release.plugin}"'
-
-
-def _family(instance: str) -> str:
-    return TOPOLOGIES[instance].family if instance in TOPOLOGIES else instance[:4]
 
 
 def _image(situation: MachineSituation, sdk: Sdk, environment: Environment) -> BootstrapStep:
@@ -266,6 +304,11 @@ def _image(situation: MachineSituation, sdk: Sdk, environment: Environment) -> B
     if (later := next_series(sdk)) is not None:
         remarks.append(f"If it prints None: the last image of this name from before {later.released}.")
         remarks.append(f"Not {environment.parameter}, which may be of a later SDK.")
+    if sdk.superseded:
+        remarks.append(f"Security: AWS has published no updates of this image since {sdk.superseded}. Install those of")
+        remarks.append("its operating system, and let only your own network reach the machine.")
+    if environment.support_ended:
+        remarks.append(f"AWS ended the support of this environment on {environment.support_ended}.")
     if containers := [item for item in map(environment.container_in, SDKS) if item and f"-sdk{sdk.series}." in item]:
         remarks.append(f"Container: {containers[-1]}")
     title = f"Start a machine from the image {environment.image}, with a disk of {DISK_GIB} GiB"

@@ -20,6 +20,7 @@ from orchestrator.control.resolve.spec_file import SpecFile, load
 from orchestrator.process.failure import Failed
 from orchestrator.process.home import Home
 from orchestrator.process.text_table import columns
+from placements.facts.known_failures import KNOWN_FAILURE
 from placements.spec.schema import ModelSpec
 from workers.artifacts.sources.listing import SourceError
 from workers.compiled.memory_gate import free_gib
@@ -50,8 +51,10 @@ def compile_spec(
 ) -> None:
     """Compile the models of a spec ahead of time. Needs no fleet or devices."""
     file = load(spec, folders="plan")
-    names, every = model or [], valid_spec(file, "nothing was compiled").models
-    models = [known_model(file, name) for name in names] or every
+    names, valid = model or [], valid_spec(file, "nothing was compiled")
+    models = [known_model(file, name) for name in names] or valid.models
+    sources = {valid.where("models", item.name, "source") for item in models}
+    complain([problem for problem in file.problems if problem.id == KNOWN_FAILURE and problem.where in sources])
     if push:
         _check_places(models)
     if push_to_hub is not None:

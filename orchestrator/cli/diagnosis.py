@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,10 +13,12 @@ from placements.engines.registry import AUTO_ENGINES, ENGINES, candidates_of, ca
 from placements.engines.transformers_neuronx.capabilities import MISREAD_HINT
 from placements.engines.vllm.capabilities import VllmNeuron
 from placements.facts.core_range import runs
+from placements.facts.known_failures import failures_of
 from placements.facts.neuron_releases import sdk_of
 from placements.facts.plural import plural
-from placements.facts.topology import TOPOLOGIES
+from placements.facts.topology import TOPOLOGIES, Topology
 from placements.spec.problems import Problem, in_order
+from workers.compiled import neuron_target
 from workers.engines.package_contract import Drift
 from workers.host.facts.machine import HostFacts, Owner, owners
 from workers.host.interpreter import Interpreter, refusal, vllm_refusal
@@ -176,6 +178,18 @@ def _device_problems(readings: Readings) -> list[Problem]:
     listed = tuple(device.index for device in facts.devices)
     if not readings.dev:
         return problems
+    runtime, driver = facts.versions.runtime, facts.versions.driver
+    pair = {"aws-neuronx-runtime-lib": runtime, "aws-neuronx-dkms": driver} if runtime and driver else {}
+    for row in failures_of(None, facts.instance_type or "", pair):
+        message = f"runtime {runtime} and driver {driver}: {row.what}"
+        problems.append(Problem("driver-too-old", row.severity, "", message, row.helps))
+    for device, components in facts.unhealthy.items():
+        message = f"the driver reports faults of device {device}: {components}"
+        hint = "stop and start the instance, which moves it to other hardware, or reserve the cores of the device"
+        problems.append(Problem("device-unhealthy", "warning", "", message, hint))
+    override = readings.interpreters[0].interpreter.target
+    if topology is not None and (refused := neuron_target.refusal(override, topology.instance)) is not None:
+        problems.append(Problem(refused.id, "error", "", refused.what, refused.hint))
     if topology is not None and topology.devices != len(readings.dev):
         message = f"{topology.instance} has {topology.devices} Neuron devices, but /dev shows {len(readings.dev)}"
         hint = "check which devices a container has; `dmesg | grep -i neuron` shows devices that failed"
@@ -247,6 +261,26 @@ def interpreter_problems(
     return problems
 
 
+def _version_problems(
+    drift: Drift, subject: str, reading: InterpreterReading, topology: Topology | None
+) -> Iterator[Problem]:
+    """Yields the problems of an installed version: on the machine, and if it is newer than the known ones."""
+    engine, version = capabilities(drift.engine), drift.installed
+    if not version:
+        return
+    if topology is not None and not engine.runs_in(topology.family, version):
+        hint = "models with this engine do not load here; use another engine or an older SDK"
+        fact = f"{subject} does not run on {topology.family}"
+        yield Problem("engine-unsupported-here", "warning", reading.where, fact, hint)
+    elif topology is not None and (why := engine.maintenance(version, topology.family)):
+        hint = "test a model with it first; AWS fixes only critical faults and gaps in its security"
+        yield Problem("engine-in-maintenance", "warning", reading.where, f"{subject} {why}", hint)
+    if last := engine.planned_as(version):
+        fact = f"{subject} is not known to this corewright, and is planned as {last}"
+        hint = "options and memory may differ: test a model with it first"
+        yield Problem("engine-version-unknown", "warning", reading.where, fact, hint)
+
+
 def _engine_problems(readings: Readings) -> list[Problem]:
     problems = []
     topology = TOPOLOGIES.get(readings.facts.instance_type or "")
@@ -260,9 +294,5 @@ def _engine_problems(readings: Readings) -> list[Problem]:
                 message = f"{drift.engine} in {python}: {'; '.join(lines[:MOST_LINES])}{more}"
                 hint = "test a model with it first; `doctor -o json` lists every difference"
                 problems.append(Problem("engine-drift", "warning", reading.where, message, hint))
-            runs = topology is None or capabilities(drift.engine).runs_in(topology.family, drift.installed)
-            if drift.installed and not runs and topology is not None:
-                message = f"{drift.engine} {drift.installed} in {python} does not run on {topology.family}"
-                hint = "models with this engine do not load here; use another engine or an older SDK"
-                problems.append(Problem("engine-unsupported-here", "warning", reading.where, message, hint))
+            problems += _version_problems(drift, f"{drift.engine} {drift.installed} in {python}", reading, topology)
     return problems

@@ -7,6 +7,7 @@ import dataclasses
 import importlib.metadata
 import platform
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -24,12 +25,16 @@ from orchestrator.control.resolve.spec_file import SpecFile, load, start_problem
 from orchestrator.process.failure import Failed
 from orchestrator.process.text_table import columns
 from orchestrator.process.version import corewright_version
+from placements.engines.evidence import ModelVariant
 from placements.engines.registry import ENGINES, NAMES, candidates_of, capabilities, resolve
 from placements.engines.vllm.capabilities import VllmNeuron
 from placements.facts.core_range import runs
+from placements.facts.known_failures import KNOWN_FAILURE
 from placements.facts.neuron_releases import sdk_of
 from placements.facts.plural import counted
+from placements.rules.checks import check
 from placements.spec.problems import Problem
+from workers.compiled.neuron_cache import COMPILER
 from workers.engines import package_contract
 from workers.engines.package_contract import Drift
 from workers.host.facts.reading import Places, read_host_facts
@@ -50,8 +55,9 @@ def examination(file: SpecFile | None) -> Report:
     """Returns the report on this machine. Takes seconds: runs tools and interpreters, each with a deadline."""
     places = Places.of_this_host()
     problems: list[Problem] = []
+    interpreters = tuple(_interpreters(file))
     if file is not None:
-        problems += (*file.problems, *start_problems(file))
+        problems += (*_file_problems(file, interpreters), *start_problems(file))
     fleet = None
     try:
         fleet = _fleet()
@@ -65,7 +71,7 @@ def examination(file: SpecFile | None) -> Report:
             package_folder=str(Path(orchestrator.__file__).parent.parent),
             dev=devices(places.dev),
             facts=read_host_facts(places),
-            interpreters=tuple(_interpreters(file)),
+            interpreters=interpreters,
             environments=image_environments(),
             fleet=fleet,
             spec=None if file is None else file.name,
@@ -73,6 +79,22 @@ def examination(file: SpecFile | None) -> Report:
             problems=tuple(problems),
         )
     )
+
+
+def _file_problems(file: SpecFile, interpreters: Sequence[InterpreterReading]) -> Iterator[Problem]:
+    """Yields the problems of the file, with what is known to fail in the interpreters instead of a planned release."""
+    yield from (problem for problem in file.problems if problem.id != KNOWN_FAILURE)
+    installed = {
+        engine: reading.interpreter.packages
+        for reading in interpreters
+        if COMPILER in reading.interpreter.packages
+        for name in reading.needed_for
+        for engine in candidates_of(name)
+    }
+    judged = (
+        () if file.spec is None else check(file.spec, file.hosts, file.checkpoints, installed=installed, room=False)
+    )
+    yield from (problem for problem in judged if problem.id == KNOWN_FAILURE)
 
 
 def image_environments() -> tuple[Interpreter, ...]:
@@ -92,8 +114,9 @@ def first_steps(file: SpecFile | None, sdk: str | None) -> Bootstrap:
                 model.name,
                 model.engine,
                 model.kind,
-                None if (checkpoint := file.checkpoints.get(model.name)) is None else checkpoint.model_type,
+                None if (checkpoint := file.checkpoints.get(model.name)) is None else ModelVariant.of(checkpoint),
                 spec.where("models", model.name),
+                model.tp_degree,
             )
             for model in spec.models
         ]
@@ -256,7 +279,7 @@ def doctor(
         option(
             "VERSION",
             "Release of the Neuron SDK for --bootstrap, such as 2.28.",
-            default="this machine's, or the last one with the engines",
+            default="the one on which the models are best proven",
         ),
     ] = None,
     output: FormatOption = Format.TABLE,

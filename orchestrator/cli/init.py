@@ -9,12 +9,18 @@ from typing import Annotated
 from orchestrator.cli.app import DEMO, app, argument, one_of, option
 from orchestrator.cli.output import say, stdout
 from orchestrator.process.failure import Failed
-from placements.facts.topology import DEGREES, TOPOLOGIES, Topology
+from placements.engines.evidence import THIN, served_on
+from placements.facts.topology import DEGREES, TOPOLOGIES, Topology, doubt
+from placements.spec.notation import name_from
 from workers.host import host_facts as this_host
 
-LARGEST = 8  # the degree of the first model, if the instance type has it
+CHAT, SMALL = "meta-llama/Llama-3.1-8B-Instruct", "Qwen/Qwen2.5-0.5B-Instruct"  # where nothing is reported
+UNPROVEN = "No report of these models on such machines is known."
+LARGEST = 8  # the degree of the first of them, if the instance type has it
 LEAST_GIB = 64  # of host memory for a model of 8 billion parameters: loading takes a quarter of it
+SMALL_BILLIONS = 4.0  # the most parameters of a model on a host with less
 
+ANY_SOURCE = "a hub id, a folder, or s3://BUCKET/PREFIX"
 SPECS = Path(__file__).parent / "specs"  # templates
 GATED = """
     # This one is gated: accept its license on the hub, and set HF_TOKEN to a token of that account."""
@@ -25,9 +31,19 @@ def spec_for(topology: Topology | None, name: str, *, here: bool = True) -> str:
     is this machine."""
     if topology is None:
         return _filled("emulated", name=name, tiny=DEMO.parent / "models" / "tiny")
-    degrees = [tp for tp in DEGREES[topology.family] if tp <= topology.cores]
-    first = max(tp for tp in degrees if tp <= LARGEST)
+    rows = DEGREES[topology.family].values()
+    degrees = [row.tp for row in rows if row.tp <= topology.cores and not doubt(topology, row)]
     large = topology.memory_gib >= LEAST_GIB
+    reports = [
+        report
+        for report in served_on(topology.family)
+        if int(report.tp_degree) in degrees and (large or float(report.billions) <= SMALL_BILLIONS)
+    ]
+    chosen = reports[:1] + reports[1:][-1:]  # the best proven and the smallest one
+    models = [(report.model, int(report.tp_degree), f"served by others: {report.source}") for report in chosen]
+    evidence = f"Others served these models on Neuron SDK {reports[0].sdk}. {THIN}" if reports else UNPROVEN
+    models = models or [(CHAT, max(tp for tp in degrees if tp <= LARGEST), ANY_SOURCE), (SMALL, 2, ANY_SOURCE)]
+    source, first, remark = models[0]
     text = _filled(
         "machine",
         machine=f"this {topology.instance}" if here else topology.instance,
@@ -36,15 +52,18 @@ def spec_for(topology: Topology | None, name: str, *, here: bool = True) -> str:
         devices=topology.devices,
         vcpus=topology.vcpus,
         name=name,
-        chat="llama-3.1-8b" if large else "qwen2.5-3b",
-        source="meta-llama/Llama-3.1-8B-Instruct" if large else "Qwen/Qwen2.5-3B-Instruct",
-        gated=GATED if large else "",
+        evidence=evidence,
+        chat=name_from(source).lower(),
+        source=source,
+        remark=remark,
+        gated=GATED if source == CHAT else "",
         tp=first,
         degrees=", ".join(map(str, degrees)),
     )
-    second = min(tp for tp in degrees if tp > 1) if len(degrees) > 1 else 1
-    left = (topology.cores - first) // second
-    return text + ("\n" + _filled("second_model", tp=second, most=min(4, left)) if left else "")
+    for source, tp, remark in models[1:]:
+        if left := (topology.cores - first) // tp:
+            text += "\n" + _filled("second_model", source=source, remark=remark, tp=tp, most=min(4, left))
+    return text
 
 
 def _filled(template: str, **values: object) -> str:

@@ -223,7 +223,8 @@ def topology_of(instance: str | None) -> Topology:
 def node_resources(
     instance: Annotated[str | None, option("TYPE", "Instance type.", default="this machine's")] = None,
     lnc: Annotated[
-        int | None, typer.Option(min=1, max=2, help="Physical cores per logical core, on trn2.", show_default="2")
+        int | None,
+        typer.Option(min=1, max=2, help="Physical cores per logical core, on trn2 and trn3.", show_default="2"),
     ] = None,
     env: Annotated[bool, switch("--env", "Print lines for an environment file.")] = False,
     output: FormatOption = Format.TABLE,

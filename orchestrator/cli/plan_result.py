@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,10 @@ from orchestrator.cli.client import AdminClient, FleetRefused
 from orchestrator.cli.output import stdout, use_color
 from orchestrator.control.resolve.spec_file import SpecFile
 from orchestrator.process.failure import Failed
+from orchestrator.process.home import Home
+from orchestrator.process.speed_record import recorded_speeds
 from orchestrator.process.text_table import columns, three_digits
+from orchestrator.process.version import corewright_version
 from placements.explain.core_map import core_map, host_names
 from placements.facts.core_range import CoreRange
 from placements.facts.plural import counted
@@ -99,6 +103,12 @@ def plan_changes(data: dict[str, Any]) -> bool:
     return bool(data["changes"]) or any(_changed(model) for model in data["models"])
 
 
+def speeds_of_home() -> tuple[MeasuredSpeed, ...]:
+    """Returns the speeds that earlier fleets and `corewright verify` have measured in this home."""
+    home, now = Home.from_environment(), time.time()
+    return recorded_speeds(home.speeds, corewright_version(), now)
+
+
 def _without_fleet(file: SpecFile, brief: bool, measured: Sequence[MeasuredSpeed] = ()) -> PlanResult:
     if file.spec is None or has_errors(file.problems):
         return PlanResult(_empty(file.problems), "", file.problems, failed=True, changes=False)
@@ -108,7 +118,7 @@ def _without_fleet(file: SpecFile, brief: bool, measured: Sequence[MeasuredSpeed
     data["changes"] = [{"replica": f"{p.model}/{p.replica}", "change": "start"} for p in placed.placements]
     data |= {"models": [], **ledger(file.spec, hosts, placed, file.checkpoints, file.drafts).as_dict()}
     data["hosts_to_add"] = [added.as_dict() for added in choice.added()]
-    data["speeds"] = speed_rows(file.spec, file.hosts, file.checkpoints, measured)
+    data["speeds"] = speed_rows(file.spec, file.hosts, file.checkpoints, measured or speeds_of_home())
     return _result(data, file, brief)
 
 

@@ -276,7 +276,8 @@ def _core_counts(host: HostInFleet) -> tuple[int, ...]:
 def _replica_notes(replica: ReplicaInFleet) -> list[str]:
     notes = [f"{replica.id}: {replica.reason}"]
     if replica.pause_s:
-        notes.append(f"    failed {replica.failures} times in a row; next attempt after {replica.pause_s:.0f} s")
+        count = f"failed {replica.failures} times in a row; " if replica.failures else ""
+        notes.append(f"    {count}next attempt after {replica.pause_s:.0f} s")
     if replica.stopped:
         notes.append(f"    no further attempts until an apply, or `corewright rollout restart {replica.model}`")
     return notes + [f"    | {line}" for line in replica.log]

@@ -73,14 +73,14 @@ def drained_cores(state: FleetState) -> dict[str, frozenset[int]]:
     return {host.name: frozenset(range(host.cores)) for host in state.hosts if host.name in drains}
 
 
-def quarantine_cores(state: FleetState, view: ReplicaView, failure: Failure) -> None:
-    """Quarantine the cores that the failure of ``view`` implicates.
+def quarantine_cores(state: FleetState, view: ReplicaView, failure: Failure) -> bool:
+    """Quarantine the cores that the failure of ``view`` implicates. Returns whether there are any.
 
     ELSEWHERE: its own cores, for a while. QUARANTINE: all cores of the devices that the failure names and the replica
     uses, else of all devices that it uses; they survive a restart of the controller.
     """
     if view.cores is None or failure.reaction not in (Reaction.ELSEWHERE, Reaction.QUARANTINE):
-        return
+        return False
     failed = state.failed_cores.setdefault(view.host, {})
     if failure.reaction is Reaction.ELSEWHERE:
         until = state.clock() + SET_ASIDE_S
@@ -88,7 +88,7 @@ def quarantine_cores(state: FleetState, view: ReplicaView, failure: Failure) -> 
         failed.update(dict.fromkeys(temporary, FailedCore(str(failure), until)))
         message = f"cores {view.cores} are set aside for {SET_ASIDE_S:.0f} s: {failure}"
         state.records.event("warning", "CoresSetAside", message, view=view)
-        return
+        return True
     host = next(host for host in state.hosts if host.name == view.host)
     cores = cores_of_devices(host, view.cores, failure.devices)
     failed.update({core: FailedCore(str(failure)) for core in cores})
@@ -96,6 +96,7 @@ def quarantine_cores(state: FleetState, view: ReplicaView, failure: Failure) -> 
         state.records.note(Quarantine(host=view.host, core=core, on=True, pid=None, command=None, cause=str(failure)))
     message = f"cores {','.join(ranges(cores))} are quarantined until `corewright uncordon {view.host}`: {failure}"
     state.records.event("error", "CoreQuarantined", message, view=view)
+    return True
 
 
 def clear_quarantine(state: FleetState, host: str, cores: Iterable[int] | None) -> None:

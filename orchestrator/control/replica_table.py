@@ -138,19 +138,21 @@ class ReplicaTable:
         self.wake()
 
     def fail(self, view: ReplicaView, failure: Failure) -> None:
-        """Fail a replica; quarantine its cores or stop retries, as the failure's reaction requires."""
+        """Fail a replica; quarantine its cores or stop retries, as the failure's reaction requires. Cores that the
+        runtime refuses are tried again before that."""
         before = self.state.views[view.id]
         if before.state in ENDING:
             return  # keep the first cause
         self._counters.failed(before, failure.id)
-        if before.cores is not None and failure.reaction in (Reaction.ELSEWHERE, Reaction.QUARANTINE):
+        refusals = before.refusals_after(failure)
+        if not refusals and quarantine_cores(self.state, before, failure):
             self._counters.quarantined(before.host, "suspect")
-        quarantine_cores(self.state, before, failure)
         self.store(dataclasses.replace(before, stopped=failure.reaction is Reaction.STOP))
-        self.signal(before, Signal.FAILED, str(failure))
+        self.signal(before, Signal.FAILED, str(failure), refusals)
 
-    def signal(self, view: ReplicaView, signal: Signal, reason: str | None = None) -> ReplicaView:
-        """Move the replica to its next state. Raises IllegalTransition."""
+    def signal(self, view: ReplicaView, signal: Signal, reason: str | None = None, refusals: int = 0) -> ReplicaView:
+        """Move the replica to its next state. ``refusals``: with FAILED, those of its cores, this one included. Raises
+        IllegalTransition."""
         before = self.state.views[view.id]
         state = advance(before.state, signal)
         if state is before.state:
@@ -179,7 +181,8 @@ class ReplicaTable:
             self.state.records.event("info", "Ready", f"after {after.load_s or 0:.1f} s", view=after)
         elif state is State.FAILED:
             settled = before.state in (State.READY, State.DRAINING) and now - before.since >= SETTLED_S
-            after = dataclasses.replace(after.without_work(), failures=0 if settled else before.failures + 1)
+            failures = 0 if settled else before.failures + (not refusals)
+            after = dataclasses.replace(after.without_work(), failures=failures, refusals=refusals)
             pause = f"; the next start is in {after.pause_s:.0f} s" if after.pause_s else ""
             if after.stopped:
                 pause = f"; it is not retried before an apply or corewright rollout restart {after.model}"

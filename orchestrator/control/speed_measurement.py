@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import logging
-from collections.abc import Iterable, Mapping
-from itertools import islice
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from orchestrator.control.fleet_state import FleetState
 from orchestrator.control.resolve.resolved_revision import ResolvedRevision
+from orchestrator.process.speed_record import SpeedRecord
 from orchestrator.process.version import corewright_version
 from placements.engines.registry import capabilities
 from placements.resources.calibration import MeasuredSpeed, shape_of
-from placements.resources.measured_times import Times, merge, speeds_of
+from placements.resources.measured_times import Times
 from placements.spec.schema import ModelSpec
-from workers.host import private_file
 
 WRITE_S = 60.0  # between two writes; a crash loses what was measured since the last one
 
@@ -60,90 +55,3 @@ class SpeedMeasurement:
         now = self._state.wall()
         if self._record.changed and (last or not 0.0 <= now - self._record.written_at < WRITE_S):
             await self._state.in_thread(self._record.write, self._record.content(now))
-
-
-log = logging.getLogger(__name__)
-
-KEPT_DAYS = 14  # measurements of earlier days are forgotten: the machine's drivers and images may have changed
-MOST_ENTRIES = 256  # of one shape and day each
-DAY_S = 86400
-
-
-class SpeedEntry(msgspec.Struct, frozen=True):
-    """The times of one day's requests on replicas of one shape, under one version of corewright."""
-
-    software: str
-    day: int  # since 1970, UTC
-    shape: str  # of `measured_shape`, as JSON with sorted keys
-    times: Times
-
-    @property
-    def key(self) -> tuple[int, str, str]:
-        return self.day, self.software, self.shape
-
-
-_decoder = msgspec.json.Decoder(list[SpeedEntry])
-
-
-def merged(entries: Iterable[SpeedEntry]) -> dict[tuple[int, str, str], SpeedEntry]:
-    """Returns the sum of the entries by key, in whatever order they come: of the newest KEPT_DAYS days, the newest
-    MOST_ENTRIES."""
-    every: dict[tuple[int, str, str], SpeedEntry] = {}
-    for entry in entries:
-        own = every.setdefault(entry.key, msgspec.structs.replace(entry, times={}))
-        merge(own.times, entry.times)
-    oldest = max((day for day, _, _ in every), default=0) - KEPT_DAYS
-    kept = (key for key in sorted(every, reverse=True) if key[0] > oldest)
-    return {key: every[key] for key in islice(kept, MOST_ENTRIES)}
-
-
-class SpeedRecord:
-    """The entries of one fleet. Used from one event loop, except ``write``."""
-
-    def __init__(self, path: Path, software: str, now: float) -> None:
-        """Reads the file; ``now`` in seconds since the epoch. Entries of a later day, by a clock that was wrong, are
-        dropped, as they would displace all others."""
-        self._path = path
-        self._software = software
-        self._entries: dict[tuple[int, str, str], SpeedEntry] = {}
-        self.written_at = now
-        self.changed = False
-        try:
-            read = _decoder.decode(path.read_bytes())
-        except FileNotFoundError:
-            return
-        except (OSError, msgspec.MsgspecError) as error:
-            log.warning("%s cannot be read, and speeds are measured again: %s", path, error)
-            return
-        self._entries = merged(entry for entry in read if entry.day <= now // DAY_S + 1)
-
-    def add(self, shape: Mapping[str, Any], times: Times, now: float) -> None:
-        """Adds the times of requests on replicas of a shape, which have ended by ``now``."""
-        entry = SpeedEntry(self._software, int(now // DAY_S), json.dumps(shape, sort_keys=True), times)
-        own = self._entries.get(entry.key)
-        if own is not None:
-            merge(own.times, times)
-        else:
-            self._entries = merged([*self._entries.values(), entry])
-        self.changed = True
-
-    def measured(self) -> tuple[MeasuredSpeed, ...]:
-        """Returns the speeds under this version of corewright, by shape."""
-        shapes: dict[str, Times] = {}
-        for entry in self._entries.values():
-            if entry.software == self._software:
-                merge(shapes.setdefault(entry.shape, {}), entry.times)
-        every = ((shape, *speeds_of(times)) for shape, times in sorted(shapes.items()))
-        return tuple(MeasuredSpeed("", speeds, count, json.loads(shape)) for shape, speeds, count in every if speeds)
-
-    def content(self, now: float) -> bytes:
-        """Returns what is to be written."""
-        self.changed, self.written_at = False, now
-        return msgspec.json.encode(list(self._entries.values()))
-
-    def write(self, content: bytes) -> None:
-        """Writes the file. Blocks; a full disk loses it."""
-        try:
-            private_file.replace(self._path, content)
-        except OSError as error:
-            log.warning("%s cannot be written: %s", self._path, error)

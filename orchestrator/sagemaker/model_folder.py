@@ -96,8 +96,8 @@ def read_folder(
 
 
 def with_degree(fields: Fields, machine: Machine) -> Fields:
-    """Returns the fields with the smallest ``tp_degree`` with which the model fits on the machine; 1 if none does, so
-    that the problems are those of the model itself. Blocks."""
+    """Returns the fields with the smallest ``tp_degree`` with which the model fits on the machine, a documented one if
+    possible; 1 if none does, so that the problems are those of the model itself. Blocks."""
     for degree in (1,) if machine.instance is None else _degrees(machine):
         candidate = {**fields, "tp_degree": degree}
         if not problems_of(examined({"models": {"model": candidate}}, machine)):
@@ -126,7 +126,10 @@ def text_of(spec: Fields) -> str:
 
 def _degrees(machine: Machine) -> tuple[int, ...]:
     topology = TOPOLOGIES.get(machine.instance or "")
-    return () if topology is None else tuple(tp for tp in sorted(DEGREES[topology.family]) if tp <= topology.cores)
+    if topology is None:
+        return ()
+    rows = sorted(DEGREES[topology.family].values(), key=lambda row: not row.documented)
+    return tuple(row.tp for row in rows if row.tp <= topology.cores)
 
 
 def _own_spec(folder: Path) -> FolderSpec:

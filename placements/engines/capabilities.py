@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from placements.facts.encoders import Kind
+from placements.facts.versions import reaches, series
 
 Dtype = Literal["bf16", "fp16", "fp32"]
 BYTES: Mapping[Dtype, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -48,6 +49,13 @@ ON_CPUS = (
     Unused(("quantize", "quantize_kv"), "remove {field}, or use a Neuron engine", id="quantize-unsupported"),
 )
 """Settings of Neuron devices, which engines on the host's CPUs do not use."""
+
+
+_BY_TRANSFORMERS = "with the class of transformers, which may lose precision on Neuron devices"
+LLAMA_ROPES: Mapping[str, str] = MappingProxyType(
+    {"llama3": "", **dict.fromkeys(("linear", "dynamic", "yarn", "longrope"), _BY_TRANSFORMERS)}
+)
+"""What the class of Llama computes in NxD Inference (``NeuronLlamaAttention.get_rope``) and in Optimum Neuron 0.4."""
 
 
 class ClassOptions(NamedTuple):
@@ -91,6 +99,10 @@ class Capabilities:
     refused: Mapping[str, str] = field(default_factory=lambda: _NONE)  # family -> why it is not served
     outside: str = ""  # why no family but ``families`` is served
     own_families: bool = False  # it also serves families that corewright has no facts of
+    weights: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: _NONE)
+    """Family -> methods of quantized weights that it reads, see `Checkpoint.quantized_by`."""
+    ropes: Mapping[str, Mapping[str, str]] = field(default_factory=lambda: _NONE)
+    """Family -> types of rotary positions that it computes besides "default" -> what may differ; "": nothing."""
     stores_shards: bool = False  # compiled artifacts hold the weights of each core, and are found by their digests
     exports_graphs: bool = False  # its package registers compiled graphs without their weights
 
@@ -160,6 +172,14 @@ class Capabilities:
     def unsupported(self, version: str, machines: str) -> str | None:
         """Returns why a version does not work on a family of machines; None: it does, or the version is not known."""
         return None if self.runs_in(machines, version or None) else f"{version} does not run on {machines}"
+
+    def maintenance(self, version: str, machines: str) -> str:
+        """Returns why a version gets only fixes on a family of machines, after the version; "" if it is supported."""
+        return ""
+
+    def planned_as(self, version: str) -> str:
+        """Returns the last known series for a version that is newer than it; "" for a version that is known."""
+        return self.versions[-1] if self.versions and not reaches(self.versions[-1], series(version)) else ""
 
     def step_widths(self, draft_k: int | None) -> tuple[int, ...]:
         """Returns the tokens of decoding steps that it distinguishes from prompts by their width only."""

@@ -111,6 +111,16 @@ class NxdCosts(EngineCosts):
 
     on_nxd: bool = True
 
+    def host_gib(self, replica: LoadedReplica) -> tuple[float, float]:
+        """A load maps the shards that the compile has saved: of a quantized model a byte for each parameter, but those
+        of embeddings and norms."""
+        serving, loading = super().host_gib(replica)
+        if replica.model.quantize is None:
+            return serving, loading
+        model = replica.checkpoints[0]
+        quantized = model.parameters - sum(self.embeddings(replica.model, model))
+        return serving, loading - quantized * (max(replica.width, model.stored_bytes or 0) - 1) / GIB
+
     def compilers(self, model: ModelSpec, checkpoint: Checkpoint, prefill: int, decode: int) -> int:
         """One for each graph but the first decode graph, which is compiled alone before the others, since it decides
         the layout of the weights."""

@@ -107,13 +107,18 @@ def may_run(engine: Engine, host: Host, model_type: str | None) -> bool:
     return runs and (model_type is None or serves(engine, model_type, topology.family))
 
 
+@cache
 def sdks_with(engine: Engine, machines: str) -> tuple[Sdk, ...]:
-    """Returns the releases whose images have an environment with an engine that works on a family of machines."""
+    """Returns the releases whose images have an environment with an engine that is supported on a family of machines,
+    without those where it is in maintenance."""
+    able = ENGINES[engine]
     return tuple(
         sdk
         for sdk in SDKS
         if any(
-            item.engine == engine and ENGINES[engine].unsupported(item.version_in(sdk), machines) is None
+            item.engine == engine
+            and not able.unsupported(version := item.version_in(sdk), machines)
+            and not able.maintenance(version, machines)
             for item in environments_on(sdk)
         )
     )
@@ -133,7 +138,7 @@ class NoEngine(NamedTuple):
 def choose_engine(model_type: str | None, instance: str | None, versions: Mapping[Engine, str]) -> Engine | NoEngine:
     """Returns the engine that ``auto`` selects on a real host with the installed engines, ``versions``.
 
-    1. The first of AUTO_ENGINES whose version runs on the machine and serves the family.
+    1. The first of AUTO_ENGINES whose version runs on the machine and serves the family, one in maintenance last.
     2. Otherwise a NoEngine with the reason.
 
     ``model_type`` None: config.json was not read, so that every family is accepted. ``instance`` is the type of the
@@ -158,7 +163,9 @@ def choose_engine(model_type: str | None, instance: str | None, versions: Mappin
         verb = "does" if len(installed) == 1 else "do"
         fact = f"engine auto: {listing} {verb} not run on {machines}"
         return NoEngine("engine-unsupported-here", fact, _supported_here(str(machines)))
-    for engine in running:  # 1
+    for engine in sorted(
+        running, key=lambda name: bool(ENGINES[name].maintenance(versions[name], machines or ""))
+    ):  # 1
         if model_type is None or serves(engine, model_type, machines, versions[engine]):
             return engine
     servable = [

@@ -188,8 +188,8 @@ def _kind(host: Host) -> list[str]:
     topology = host.topology
     if topology is None:
         return [f"{len(host.cpus)} CPUs, no NeuronCores"]
-    shape = {"ring": "a ring", "line": "a line", "torus": "a 4 x 4 torus"}
-    words = [f"{topology.devices} devices in {shape[topology.link]}"] if topology.link in shape else []
+    shape = {"ring": "in a ring", "line": "in a line", "torus": "in a 4 x 4 torus", "switch": "on a switch"}
+    words = [f"{topology.devices} devices {shape[topology.link]}"] if topology.link in shape else []
     if topology.lnc is not None:
         words.append(f"LNC {topology.lnc}")
     if host.emulated:
@@ -252,11 +252,16 @@ def _picture(host: Host, cells: Sequence[str], pen: _Pen) -> list[str]:
     devices = ["".join(pen.paint(cell) for cell in cells[first : first + per]) for first in firsts]
     if topology.link == "torus":
         return _torus(devices, firsts, width, _JOINTS.get(per, 1))
-    numbers = "  core   " + " ".join(f"{first:<{width}}" for first in firsts).rstrip()
+    wide = _TORUS if topology.link == "switch" else len(devices)
+    rows = [slice(first, first + wide) for first in range(0, len(devices), wide)]
+    numbers = ["  core   " + " ".join(f"{first:<{width}}" for first in firsts[row]).rstrip() for row in rows]
     if topology.link != "ring":
-        return [numbers, _INDENT + "-".join(devices)]
+        joint = "-" if topology.link == "line" else " "
+        return [
+            line for at, row in zip(numbers, rows, strict=True) for line in (at, _INDENT + joint.join(devices[row]))
+        ]
     inside = len(devices) * (width + 1) - 1
-    return [numbers, f"{_INDENT[:-2]},-{'-'.join(devices)}-.", f"{_INDENT[:-2]}'{'-' * (inside + 2)}'"]
+    return [*numbers, f"{_INDENT[:-2]},-{'-'.join(devices)}-.", f"{_INDENT[:-2]}'{'-' * (inside + 2)}'"]
 
 
 def _torus(devices: Sequence[str], firsts: Sequence[int], width: int, joint: int) -> list[str]:

@@ -20,6 +20,7 @@ from placements.explain.explanation import (
 )
 from placements.explain.remedies import remedies
 from placements.facts.core_range import CoreRange, ranges
+from placements.facts.known_failures import KNOWN_FAILURE
 from placements.facts.plural import counted
 from placements.facts.topology import DEGREES, Host, alignment
 from placements.planner.plan import Placement, Running, Unplaced, plan
@@ -69,7 +70,8 @@ def explain(question: Question, problems: Iterable[Problem] = ()) -> Explanation
     Unknown keys are ignored. With other unreadable fields or wrong reserves, no changes are tried. See
     `remedies.remedies` for how many changes are tried.
     """
-    judged, errors, hopeless = _judged(question, tuple(problems))
+    problems = tuple(problems)
+    judged, errors, hopeless = _judged(question, problems)
     facts = _Facts(judged)
     failed = (*errors, *facts.refusals(errors))
     search = None
@@ -84,7 +86,14 @@ def explain(question: Question, problems: Iterable[Problem] = ()) -> Explanation
         if errors
         else tuple(ExplainedPlacement(placement, tuple(facts.reasons(placement))) for placement in judged.placed),
         failed,
-        tuple(facts.holds({constraint.id for constraint in failed})),
+        (
+            *facts.holds({constraint.id for constraint in failed}),
+            *(
+                Constraint(problem.id, problem.what, (problem.hint,))
+                for problem in problems
+                if problem.id == KNOWN_FAILURE and _concerns(question.spec, question.model.name, problem)
+            ),
+        ),
         search.suggestions if search else (),
         ("all" if search.exhaustive else "some") if search else "nothing",
     )

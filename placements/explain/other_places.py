@@ -11,7 +11,7 @@ from placements.facts.core_range import CoreRange
 from placements.facts.topology import TOPOLOGIES, Host, Topology, alignment
 from placements.planner.spec_hosts import default_reserve
 from placements.spec.notation import CorePin
-from placements.spec.schema import HostsSpec
+from placements.spec.schema import HostsSpec, Reserve
 
 MOST_HOSTS = 8
 """Hosts whose cordons and cores are tried one by one."""
@@ -81,4 +81,4 @@ def new_host(topology: Topology, like: Host, real: bool) -> Host:
         )
     cpus = tuple(range(topology.vcpus))
     name, reserve = f"{topology.instance}/0", default_reserve(len(cpus))
-    return Host(name, topology, cpus, reserve, memory_gib=float(topology.memory_gib))
+    return Host(name, topology, cpus, reserve, memory_gib=topology.memory_gib - Reserve().memory_gib)

@@ -30,7 +30,7 @@ _MOST_SPOTS = 4  # places that are listed
 _LENGTH_STEP = 128  # tokens; suggested lengths are multiples of it
 _NEAREST = 4  # ranges near a pin that are tried
 _MANY_HOSTS = 100  # from this many on, fewer counts of new hosts are tried
-_UNCERTAIN = frozenset({"trn2.3xlarge"})  # types that are not suggested: see their notes
+_UNCERTAIN = frozenset(topology.instance for topology in TOPOLOGIES.values() if topology.note)  # not suggested
 
 MOST_PLANS = 200
 """The most plans of one search."""

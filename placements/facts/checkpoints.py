@@ -87,6 +87,26 @@ class Checkpoint:
         small = self.parameters - (table + head + positions + attention + kv + feed_forward)
         return ParameterCounts(table, head, positions, attention, kv, feed_forward, small)
 
+    @property
+    def quantized_by(self) -> str | None:
+        """The method by which the stored weights are quantized, as config.json names it; None: they are not.
+
+        With its algorithm for ModelOpt, as in "modelopt fp8", whose name covers several formats of weights.
+        """
+        given = self.config.get("quantization_config") or self.config.get("compression_config")
+        if not given:
+            return None
+        written = given if isinstance(given, Mapping) else {}
+        method = str(written.get("quant_method") or "an unnamed method").lower()
+        if method == "compressed-tensors" and written.get("kv_cache_scheme") and not written.get("config_groups"):
+            return f"{method} kv"  # scales of the KV cache only
+        return f"{method} {written.get('quant_algo')}".lower() if method == "modelopt" else method
+
+    @property
+    def rope_type(self) -> str:
+        """How rotary positions are scaled, as transformers names it; "default" without scaling."""
+        return _Config(self.config).rope()[0] if self.model_type in ROTARY else "default"
+
     @classmethod
     def from_config(cls, config: Mapping[str, Any], kind: Kind = "generate") -> Checkpoint:
         """Reads a decoded config.json.
@@ -133,6 +153,8 @@ def _family_hint(family: object, kind: Kind) -> str:
 
 
 _GATED = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen3"})
+ROTARY = _GATED | {"gpt_neox"}
+"""The families whose rotary positions config.json may scale. Those of gptj are always the same."""
 _EXTRA_POSITIONS = {"gpt2": 0, "gpt_bigcode": 0, "opt": 2}  # families with learned positions -> rows beyond them
 
 _STORED_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -217,6 +239,14 @@ class _Config:
             raise _malformed(f"{name} in config.json is {value!r}, not true or false")
         return value
 
+    def rope(self) -> tuple[str, Any]:
+        """Returns how rotary positions are scaled, and the longest input before it, if it is named. `rope_parameters`
+        is transformers 5's name of `rope_scaling`."""
+        _, written = self._first(("rope_parameters", "rope_scaling"))
+        scaling = written if isinstance(written, Mapping) else {}
+        original = scaling.get("original_max_position_embeddings") or self.optional("original_max_position_embeddings")
+        return str(scaling.get("rope_type") or scaling.get("type") or "default"), original
+
 
 # The readers return a Checkpoint without its parameters.
 
@@ -269,6 +299,9 @@ def _rotary_shape(
 ) -> Checkpoint:
     layers, ffn = config.number("num_hidden_layers"), config.number("intermediate_size")
     positions = config.optional("max_position_embeddings")
+    scaling, original = config.rope()
+    if scaling == "longrope" and positions is not None and isinstance(original, int):
+        positions = min(positions, original)  # longer rows of a batch would change the answers of others
     return _shape(family, config, hidden, heads, kv_heads, layers, ffn, positions, tied=False, head_dim=head_dim)
 
 

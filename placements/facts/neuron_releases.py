@@ -38,6 +38,18 @@ class Sdk:
         """ "2.28"."""
         return series(self.sdk)
 
+    @property
+    def packages(self) -> Mapping[str, str]:
+        """The compiler and NxD Inference: distribution -> version, where it is stated."""
+        versions = {"neuronx-cc": self.neuronx_cc, "neuronx-distributed-inference": self.nxd_inference}
+        return {name: version for name, version in versions.items() if version}
+
+    @property
+    def superseded(self) -> str:
+        """The day from which its images and containers get no more updates, that of the next release; "" if it is the
+        newest (AWS's maintenance policy, about-neuron/sdk-policy.rst: updates are not applied to older images)."""
+        return next((other.released for other in SDKS if number(other.sdk) > number(self.sdk)), "")
+
 
 @dataclass(frozen=True)
 class Environment:
@@ -51,6 +63,9 @@ class Environment:
     python: str  # "3.12"
     torch: str
     vllm: str  # the version of vLLM, if that is the engine
+    support_ended: (
+        str  # the day on which AWS ended the support of its engine, Python or operating system; "": it did not
+    )
     source: str
 
     @property

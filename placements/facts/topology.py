@@ -10,7 +10,7 @@ from typing import Literal
 
 from placements.facts.cpu_layout import LAYOUTS, CpuLayout, PhysicalCore, cpus_of_neuron_cores
 
-Link = Literal["none", "line", "ring", "torus"]
+Link = Literal["none", "line", "ring", "torus", "switch"]
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,22 @@ class Topology:
 
 
 LNC_CHOICES = (1, 2)
+LNC_FAMILIES = frozenset({"trn2", "trn3"})
+"""The families with logical cores (AWS Neuron SDK docs, arch/neuron-features/logical-neuroncore-config.rst)."""
+
+_TRN3 = "its name is the Neuron driver's; vCPUs and memory are an UltraServer's, divided by its servers"
+
+
+def family_of(instance: str) -> str:
+    """Returns the family of an instance type, or of a family itself: "trn1" of "trn1n.32xlarge"."""
+    return instance[:4]
 
 
 def _type(
     instance: str, devices: int, cores: int, hbm: int, vcpus: int, memory_gib: int, link: Link, note: str = ""
 ) -> Topology:
-    family = instance[:4]
-    lnc = 2 if family == "trn2" else None
+    family = family_of(instance)
+    lnc = 2 if family in LNC_FAMILIES else None
     return Topology(instance, family, devices, cores, hbm, vcpus, memory_gib, link, lnc, note)
 
 
@@ -67,9 +76,11 @@ TOPOLOGIES: Mapping[str, Topology] = {
         _type("trn1.2xlarge", 1, 2, 16, 8, 32, "none"),
         _type("trn1.32xlarge", 16, 2, 16, 128, 512, "torus"),
         _type("trn1n.32xlarge", 16, 2, 16, 128, 512, "torus"),
-        _type("trn2.3xlarge", 1, 4, 24, 12, 128, "none", "not in the Neuron SDK documentation that was read"),
+        _type("trn2.3xlarge", 1, 4, 24, 12, 128, "none"),  # deploy/files/manifests/daemonset.yaml
         _type("trn2.48xlarge", 16, 4, 24, 192, 2048, "torus"),
         _type("trn2u.48xlarge", 16, 4, 24, 192, 2048, "torus"),  # an UltraServer has four, each a host
+        _type("trn3.48xlarge", 16, 4, 36, 192, 2048, "switch", _TRN3),  # UltraServer Gen1: four
+        _type("trn3e.24xlarge", 4, 4, 36, 64, 768, "switch", _TRN3),  # UltraServer Gen2: 36
     )
 }
 """The instance types with Neuron devices that serve language models, at their default LNC. At LNC 1 a core of trn2 has
@@ -84,26 +95,37 @@ class Degree:
     tp: int
     legal: int  # ranges must begin at a multiple of this (hardware)
     preferred: int  # ranges should begin at a multiple of this, itself a multiple of ``legal``
-    documented: bool = True
+    documented: bool = True  # by the guides of the engines
+    doubt: str = ""  # why it may not work, after "tp_degree N "; "" if nothing is known
 
+
+_ONE_PAGE = "is documented on one AWS page only, not in the guides of the engines"
+_WHOLE_DEVICES = "was rejected for one user with lnc 2: the runtime accepted one core, or whole devices of four"
 
 DEGREES: Mapping[str, Mapping[int, Degree]] = {
     # Transformers NeuronX developer guide and NxD Inference API guide (1, 2, 4, 8, 24), 12 only on the page
-    # about-neuron/transformers/generative-llm-inference-with-neuron.rst. Any even number of cores on consecutive
+    # about-neuron/transformers/generative-llm-inference-with-neuron.rst, 16 only in a README of a contributed model
+    # (neuronx-distributed-inference, contrib: gemma-4-31b on inf2.48xlarge). Any even number of cores on consecutive
     # devices, and the full ring: AWS Neuron SDK 2.21 docs, general/arch/neuron-features/collective-communication.rst.
     "inf2": {
         1: Degree(1, 1, 1),
         2: Degree(2, 2, 2),  # both cores of one device
         4: Degree(4, 2, 4),
         8: Degree(8, 2, 8),
-        12: Degree(12, 2, 12, documented=False),  # preferred at 0 and 12: two fill the ring
+        12: Degree(12, 2, 12, False, _ONE_PAGE),  # preferred at 0 and 12: two fill the ring
+        16: Degree(16, 2, 8, False, "is not in AWS's documentation, only in the README of one contributed model"),
         24: Degree(24, 24, 24),
     },
     # Transformers NeuronX developer guide (1, 2, 8, 32) and NxD Inference API guide (16 as well). The device sets that
     # AWS Neuron SDK docs, deploy/infrastructure/scheduler.rst, allow.
     "trn1": {tp: Degree(tp, tp, tp) for tp in (1, 2, 8, 16, 32)},
     # NxD Inference API guide, LNC 2: it shows only ranges at multiples of the degree, without calling others illegal.
-    "trn2": {tp: Degree(tp, tp, tp) for tp in (1, 2, 4, 8, 16, 32, 64)},
+    # The doubt about 2: neuronx-distributed-inference, contrib/models/Trinity/README.md, on a trn2.3xlarge.
+    # Documents of vLLM Neuron show degrees of trn2 for trn3, too.
+    **{
+        family: {tp: Degree(tp, tp, tp, doubt=_WHOLE_DEVICES if tp == 2 else "") for tp in (1, 2, 4, 8, 16, 32, 64)}
+        for family in ("trn2", "trn3")
+    },
 }
 
 
@@ -112,19 +134,24 @@ def degree(family: str, tp: int) -> Degree | None:
     return DEGREES[family].get(tp)
 
 
-def documented(topology: Topology, row: Degree) -> bool:
-    """Returns whether the engines' guides document the degree for this family and LNC; those of trn2 are for LNC 2."""
-    return row.documented and (row.tp == 1 or topology.lnc != 1)
+def doubt(topology: Topology, row: Degree) -> str:
+    """Returns why the degree may not work on the type, after "tp_degree N "; "" if nothing is known.
+
+    The guides for the families with logical cores are about LNC 2.
+    """
+    if topology.lnc == 1 and row.tp > 1:
+        return f"is documented for {topology.family} with lnc 2 only, but lnc is 1"
+    return row.doubt
 
 
 def alignment(family: str, tp: int) -> Degree:
     """Returns the table's row, or consecutive whole devices for another degree (the spec's ``allow_degrees``).
 
-    On trn2 the first core is a multiple of every degree: otherwise vLLM Neuron fails in its warm-up (AWS Neuron SDK
-    docs, vllm-neuron/docs/tutorials/tutorial-epd-1e-1pd-xeypd.md).
+    With logical cores the first core is a multiple of every degree: otherwise vLLM Neuron fails in its warm-up (AWS
+    Neuron SDK docs, vllm-neuron/docs/tutorials/tutorial-epd-1e-1pd-xeypd.md).
     """
     whole = math.lcm(2, tp)
-    return degree(family, tp) or Degree(tp, whole if family == "trn2" else 2, whole, documented=False)
+    return degree(family, tp) or Degree(tp, whole if family in LNC_FAMILIES else 2, whole, documented=False)
 
 
 @dataclass(frozen=True)

@@ -129,11 +129,11 @@ def multiples(step: int, end: int) -> int:
 
 @lru_cache(maxsize=4096)
 def _larger(family: str, degree: int, cores: int) -> tuple[int, ...]:
-    """Returns the family's larger degrees, ascending, each a multiple of the one before."""
+    """Returns the family's larger documented degrees, ascending, each a multiple of the one before."""
     degrees: list[int] = []
     last = degree
-    for tp in sorted(DEGREES[family]):
-        if last < tp <= cores and tp % last == 0:
+    for tp, row in sorted(DEGREES[family].items()):
+        if row.documented and last < tp <= cores and tp % last == 0:
             degrees.append(tp)
             last = tp
     return tuple(degrees)

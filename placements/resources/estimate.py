@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from placements.engines.capabilities import BYTES
@@ -45,10 +46,12 @@ ATTENTION_MFU = 0.058
 PREFILL_S = 0.0236  # for each prefill
 PREFILL_ERROR = 0.38  # median of a prompt length that was held out
 
-TRN2_BYTES_S = 2.9e12 / 4
-"""For one logical core of trn2 at LNC 2: a device of four has 2.9 TB/s and 667 TFLOPS in dense bf16 (AWS's page of the
-instance type). Not fitted on trn2."""
-TRN2_FLOPS = 667e12 / 4
+LOGICAL_CORES: Mapping[str, tuple[float, float]] = {
+    "trn2": (2.9e12 / 4, 667e12 / 4),
+    "trn3": (4.9e12 / 4, 671e12 / 4),
+}
+"""Family -> bytes/s and FLOPS of one of the four logical cores of a device at LNC 2, in dense bf16 (AWS's pages of trn2
+and of the chip Trainium3). Not fitted on these families."""
 
 LOAD_BYTES_S = 1.0e9
 """The rate of loading weights from files to cores. No figure is published for these instances; loading presharded
@@ -139,9 +142,8 @@ def token_flops(model: ModelSpec, checkpoint: Checkpoint) -> tuple[float, float]
 def _on_neuron(model: ModelSpec, checkpoint: Checkpoint, engine: Engine, topology: Topology, width: float) -> Speed:
     tp = model.tp_degree
     weights, cache = step_bytes(model, checkpoint, engine)
-    is_trn2 = topology.family == "trn2"
-    bandwidth, flops = (TRN2_BYTES_S, TRN2_FLOPS) if is_trn2 else (CORE_BYTES_S, CORE_FLOPS)
-    if is_trn2 and topology.lnc == 1:
+    bandwidth, flops = LOGICAL_CORES.get(topology.family, (CORE_BYTES_S, CORE_FLOPS))
+    if topology.lnc == 1:
         bandwidth, flops = bandwidth / 2, flops / 2
     step_s = weights / (bandwidth * WEIGHTS_SHARE) + cache / (bandwidth * CACHE_SHARE) + LAYER_S * checkpoint.layers
     matrices, position = token_flops(model, checkpoint)
@@ -153,8 +155,8 @@ def _on_neuron(model: ModelSpec, checkpoint: Checkpoint, engine: Engine, topolog
 
 def _confidence(family: str, tp: int) -> tuple[str, tuple[float, float]]:
     """Returns the source of an estimate, and the errors of its step and of its prefill."""
-    if family == "trn2":
-        return "AWS's figures of trn2, with efficiencies fitted on inf2", (UNVERIFIED_ERROR, UNVERIFIED_ERROR)
+    if family in LOGICAL_CORES:
+        return f"AWS's figures of {family}, with efficiencies fitted on inf2", (UNVERIFIED_ERROR, UNVERIFIED_ERROR)
     if (family, tp) == FITTED:
         return "fitted on AWS's tables of inf2", (DECODE_ERROR, PREFILL_ERROR)
     if (family, tp) == VERIFIED:

@@ -10,7 +10,8 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from placements.engines.registry import ENGINES, Engine, candidates_of, part, resolve, takes_cores
+from placements.engines.capabilities import Capabilities
+from placements.engines.registry import ENGINES, Engine, candidates_of, part, resolve, sdks_with, takes_cores
 from placements.facts.adapters import Adapter
 from placements.facts.checkpoints import Checkpoint
 from placements.facts.plural import joined, plural
@@ -81,6 +82,19 @@ def no_objection(case: Case) -> Objection | None:
     return None
 
 
+def planned_packages(case: Case, host: Host) -> Mapping[str, str]:
+    """Returns the distributions of the last release whose images have the model's engine for such a host."""
+    engine = case.candidates[0]
+    releases = sdks_with(ENGINES[engine].beside or engine, host.topology.family) if host.topology else ()
+    return releases[-1].packages if releases else {}
+
+
+def itself(case: Case, engine: Engine) -> Sequence[Capabilities]:
+    """Returns the engine, if it reads checkpoints and is not a command that decides everything."""
+    own = ENGINES[engine]
+    return (own,) if own.reads_checkpoint and not own.forwards else ()
+
+
 @dataclass(frozen=True)
 class EngineRules:
     """The rules of one engine, in its module ``rules``, and its answers to general rules."""
@@ -91,7 +105,10 @@ class EngineRules:
     of_every_model: tuple[Rule, ...] = ()  # about fields that it owns
     of_spec: tuple[Callable[[Spec], Iterator[Problem]], ...] = ()
     draft: Callable[[Case], Objection | None] = no_objection  # to the model's draft
+    readers: Callable[[Case, Engine], Sequence[Capabilities]] = itself  # the engines whose code reads the checkpoint
+    other_weights: Callable[[Case], bool] = lambda case: False  # the weights are those of another folder
     quantized_kv: Callable[[Case], Objection | None] = no_objection  # to ``quantize_kv``
+    packages: Callable[[Case, Host], Mapping[str, str]] = planned_packages  # of the release that the plan counts with
 
 
 _NO_RULES = EngineRules()
@@ -131,6 +148,9 @@ class Case:
     adapters: Mapping[str, Adapter] = field(default_factory=lambda: MappingProxyType({}))  # by name, as far as known
     trials: Trials | None = None  # None: hints name any value
     is_trial: bool = False
+    installed: Mapping[Engine, Mapping[str, str]] = field(  # distributions in the interpreters of engines, where known
+        default_factory=lambda: MappingProxyType({})
+    )
 
     @cached_property
     def errors(self) -> Counter[tuple[str, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 from placements.engines.registry import AUTO_ENGINES, NAMES, Engine, takes_cores
 from placements.facts.adapters import Adapter
@@ -30,12 +31,14 @@ def check(
     adapters: Mapping[str, Mapping[str, Adapter]] | None = None,
     *,
     room: bool = True,
+    installed: Mapping[Engine, Mapping[str, str]] = MappingProxyType({}),
 ) -> tuple[Problem, ...]:
     """Returns all problems of a spec, in the order of the file.
 
     ``checkpoints``, ``drafts`` and ``adapters`` are keyed by model name; rules that need one are skipped without it.
     ``hosts`` is empty if the spec's hosts could not be read; then only rules about the spec alone apply. Without
     ``room``, the check that every ``max`` can fit is skipped; it needs several plans and gives only warnings.
+    ``installed``: distributions in the interpreters of engines, where known; what is known to fail depends on them.
     """
     problems: list[Problem] = []
     everywhere, trials = Fleet(hosts), Trials((*_RULES, pins_are_free), spec)
@@ -53,6 +56,7 @@ def check(
             draft,
             (adapters or {}).get(model.name, {}),
             trials,
+            installed=installed,
         )
         problems.extend(case.problems_by(_RULES))
     for rule in (rule for name in NAMES for rule in rules_of(name).of_spec):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise
 from typing import TypeVar
 
@@ -17,7 +18,9 @@ from placements.engines.registry import (
     needs_neuron,
     serves,
 )
+from placements.facts.checkpoints import Checkpoint
 from placements.facts.encoders import EMBEDDING_DECODERS
+from placements.facts.known_failures import KNOWN_FAILURE, failures_of
 from placements.facts.plural import counted, joined
 from placements.facts.versions import order
 from placements.rules.case import Case, Objection, Rule, rules_of
@@ -116,6 +119,50 @@ def engine_can_quantize(case: Case) -> Iterator[Problem]:
 def _unquantizing(engine: Engine, case: Case) -> str:
     """Returns the engine's name if it cannot quantize the family, else ""."""
     return engine if case.family in ENGINES[engine].unquantized else ""
+
+
+def config_is_read(case: Case) -> Iterator[Problem]:
+    """The engine reads the weights of the model and its draft as they are stored, and computes their rotary positions.
+
+    Otherwise it would fail after the checkpoint is fetched, or give wrong answers.
+    """
+    for field, checkpoint in (("source", case.checkpoint), ("draft", case.draft)):
+        for judge in (_unread_weights, _other_positions):
+            if checkpoint and (problem := _objection(case, partial(judge, case, field, checkpoint))):
+                yield problem
+
+
+def _unread_weights(case: Case, field: str, checkpoint: Checkpoint, engine: Engine) -> Problem | None:
+    """Returns a problem if the engine does not read the weights as they are quantized."""
+    name, rules, method = case.model.name, rules_of(engine), checkpoint.quantized_by
+    if method is None or (field == "source" and rules.other_weights(case)):
+        return None
+    for reader in rules.readers(case, engine):
+        able = reader.weights.get(checkpoint.model_type, ())
+        if method not in able:
+            fact = f"the engine {engine} does not read the {field} of {name}: its weights are quantized by {method}"
+            hint = "use the original checkpoint" + (f" or one quantized by {joined(able, 'or')}" if able else "")
+            kinds = [kind for kind in capabilities(case.engine).quantize if case.works(quantize=kind)]
+            hint += f"; with it, quantize: {joined(kinds, 'or')} quantizes here" if kinds else ""
+            return case.problem("weights-quantized", (field,), fact, hint)
+    return None
+
+
+def _other_positions(case: Case, field: str, checkpoint: Checkpoint, engine: Engine) -> Problem | None:
+    """Returns a problem if the engine does not compute the rotary positions, a warning if it may lose precision."""
+    name, family, kind = case.model.name, checkpoint.model_type, checkpoint.rope_type
+    for reader in rules_of(engine).readers(case, engine) if kind != "default" else ():
+        differs = reader.ropes.get(family, {}).get(kind)
+        if differs:
+            fact = f"the engine {engine} computes the rope_type of the {field} of {name}, {kind}, {differs}"
+            hint = "compare answers to long prompts with engine: cpu"
+            return case.problem("rotary-inexact", (field,), fact, hint, "warning")
+        if differs is None:
+            fact = f"the engine {engine} does not compute the rope_type of the {field} of {name}, {kind}, for {family}"
+            others = case.engines_of(*(each for each, other in ENGINES.items() if kind in other.ropes.get(family, ())))
+            hint = f"use engine: {others}" if others else "use another model"
+            return case.problem("rotary-unsupported", (field,), fact, hint)
+    return None
 
 
 def buckets_make_sense(case: Case) -> Iterator[Problem]:
@@ -260,12 +307,41 @@ def engine_serves_adapters(case: Case) -> Iterator[Problem]:
         yield case.problem("adapters-unsupported", ("adapters",), fact, hint)
 
 
+def not_known_to_fail(case: Case) -> Iterator[Problem]:
+    """Nobody has reported that the model fails in the releases of its machines: those that are installed, else those
+    that a plan counts with. An engine whose release is unknown is not judged by it."""
+    model, checkpoint, reported = case.model, case.checkpoint, dict[str, Problem]()
+    if not case.candidates:
+        return
+    engine = case.candidates[0]  # of auto, the preferred one
+    for host, _ in case.fleet.kinds:
+        if host.topology is None or host.emulated or not case.has_degree(host.topology):
+            continue
+        versions = case.installed.get(engine) or rules_of(engine).packages(case, host)
+        rows = failures_of(
+            engine,
+            host.topology.instance,
+            versions,
+            family=case.family,
+            parameters=None if checkpoint is None else checkpoint.parameters,
+            tp_degree=model.tp_degree,
+            options=model.engine_options,
+            prefill=max(model.buckets.prefill, default=model.length(checkpoint)),
+        )
+        for row in rows:
+            facts = [*(f"{name} {versions[name]}" for name in row.packages), row.source, row.confidence, row.date]
+            fact = f"{model.name}: {row.what} ({', '.join(facts)})"
+            reported.setdefault(row.id, case.problem(KNOWN_FAILURE, ("source",), fact, row.helps, row.severity))
+    yield from reported.values()
+
+
 ENGINE_RULES: tuple[Rule, ...] = (
     engine_can_run,
     engine_runs_here,
     family_is_served,
     engine_can_draft,
     engine_can_quantize,
+    config_is_read,
     buckets_make_sense,
     buckets_are_no_steps,
     flags_are_free,
@@ -273,4 +349,5 @@ ENGINE_RULES: tuple[Rule, ...] = (
     encoders_use_one_core,
     engine_options_are_known,
     engine_serves_adapters,
+    not_known_to_fail,
 )

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from placements.engines.memory import costs_of
 from placements.engines.registry import capabilities
 from placements.facts.plural import counted, joined
-from placements.facts.topology import DEGREES, TOPOLOGIES, Topology, degree, documented
+from placements.facts.topology import DEGREES, TOPOLOGIES, Topology, degree, doubt
 from placements.resources.host_memory import host_memory
 from placements.resources.memory import USABLE_HBM, MemoryEstimate, estimate, fits, usable_hbm
 from placements.rules.case import Case, Rule, has_tp, on_each
@@ -41,11 +41,11 @@ def degree_is_legal(case: Case) -> Iterator[Problem]:
         if case.works(allow_degrees=(*case.model.allow_degrees, tp)):
             hint += f", or add allow_degrees: [{tp}] if you know that it works"
         yield case.problem("illegal-degree", path, fact, hint)
-    elif tp not in case.model.allow_degrees and not any(_is_documented(topology, tp) for topology in legal):
-        fact = f"tp_degree {tp} is documented on one AWS page only, not in the guides of the engines"
-        if legal[0].lnc == 1:
-            fact = f"tp_degree {tp} is documented for {legal[0].family} with lnc 2 only, but lnc is 1"
-        yield case.problem("undocumented-degree", path, fact, f"allow_degrees: [{tp}] silences this", "warning")
+    elif tp not in case.model.allow_degrees:
+        doubts = [doubt(topology, row) for topology in legal if (row := degree(topology.family, tp))]
+        if all(doubts):
+            fact, hint = f"tp_degree {tp} {doubts[0]}", f"allow_degrees: [{tp}] silences this"
+            yield case.problem("undocumented-degree", path, fact, hint, "warning")
 
 
 def heads_divisible(case: Case) -> Iterator[Problem]:
@@ -61,11 +61,6 @@ def heads_divisible(case: Case) -> Iterator[Problem]:
     if roomy:
         hint = f"use {joined(roomy, 'or')}, or {hint}"
     yield case.problem("heads-not-divisible", ("tp_degree",), fact, hint)
-
-
-def _is_documented(topology: Topology, tp: int) -> bool:
-    row = degree(topology.family, tp)
-    return row is not None and documented(topology, row)
 
 
 def degrees_of(types: Sequence[Topology]) -> list[int]:
@@ -132,7 +127,7 @@ def _ways_to_fit(case: Case, types: Sequence[Topology]) -> Iterator[str]:
 
 
 def fits_host_memory(case: Case) -> Iterator[Problem]:
-    """One replica fits into the memory of at least one host while it loads."""
+    """One replica fits into the memory of at least one host while it loads; a compile should, too."""
     model, checkpoint = case.model, case.checkpoint
     hosts = [host for host, _ in (case.fleet if case.hosts else case.all_hosts).kinds]
     hosts = [host for host in hosts if case.suits(host)]
@@ -140,11 +135,13 @@ def fits_host_memory(case: Case) -> Iterator[Problem]:
     if not memory or len(memory) < len(hosts):
         return
     largest = max(hosts, key=lambda host: host.memory_gib or 0.0)
+    estimated = None
+    if checkpoint is not None:
+        estimated = host_memory(model, checkpoint, case.engine, case.draft, case.spec.vllm_release_on(largest))
     if model.host_memory_gib is not None:
         need, path = model.host_memory_gib, "host_memory_gib"
-    elif checkpoint is not None:
-        release = case.spec.vllm_release_on(largest)
-        need, path = host_memory(model, checkpoint, case.engine, case.draft, release).load, "source"
+    elif estimated is not None:
+        need, path = estimated.load, "source"
     else:
         return
     if need > max(memory):
@@ -152,6 +149,13 @@ def fits_host_memory(case: Case) -> Iterator[Problem]:
         fact += f", but {largest.name} has {max(memory):g} GiB for replicas"
         hint = "use a larger instance type, or set host_memory_gib if you measured less"
         yield case.problem("host-memory-exceeded", (path,), fact, hint)
+    # encoders are traced one by one, which AWS does on inf2.xlarge; with a neff_cache another machine can compile
+    compiling = estimated.compile if estimated is not None and model.kind == "generate" else 0.0
+    if compiling > max(memory) and model.neff_cache is None:
+        fact = f"a compile of {model.name} may need {compiling:.0f} GiB of host memory"
+        fact += f", but {largest.name} has {max(memory):g} GiB: the kernel may kill the compiler"
+        hint = "set neff_cache, and run `corewright compile SPEC --push` on a larger machine"
+        yield case.problem("compile-memory-exceeded", ("source",), fact, hint, "warning")
 
 
 SIZE_RULES: tuple[Rule, ...] = (degree_is_legal, heads_divisible, fits_memory, fits_host_memory)

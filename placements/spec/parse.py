@@ -161,7 +161,7 @@ class _Reader:
             self._wrong_type((*path, types[0]), wanted="an instance type")
             return None
         if hosts.lnc is not None and TOPOLOGIES[name].lnc is None:
-            fact = f"lnc is {hosts.lnc}, but {name} does not support it; only trn2 does"
+            fact = f"lnc is {hosts.lnc}, but {name} does not support it; only trn2 and trn3 do"
             self._report("lnc-without-choice", (*path, "lnc"), fact, "remove lnc")
             hosts = hosts.model_copy(update={"lnc": None})
         return hosts if self._has_bounds(hosts, path) else None

@@ -92,8 +92,9 @@ class Reserve(Frozen):
     vcpus: Annotated[int, Field(ge=0, le=4096)] | None = None
     """vCPUs reserved for the system, rounded up to whole physical CPU cores if these are known. Unset: 4 %, rounded up,
     at least 1; on emulated hosts 0."""
-    memory_gib: Annotated[Gib, Field(ge=0, le=1 << 20)] = 0.0
-    """GiB of host memory reserved for the system. No effect on emulated hosts, which share the machine's memory."""
+    memory_gib: Annotated[Gib, Field(ge=0, le=1 << 20)] = 2.0
+    """GiB of host memory reserved for the system, Ray and the gateway. No effect on emulated hosts, which share the
+    machine's memory."""
     cores: ReservedCores = Field((), json_schema_extra=in_words("list of core ids and ranges"))
     """NeuronCores that replicas do not use, like `[20, "22-23"]`."""
 
@@ -167,8 +168,8 @@ class HostsSpec(Frozen):
     """The machines that the fleet uses at most, in place of `count`. The planner adds those beyond `min` only if
     replicas need them. See [Hosts that come and go](#hosts-that-come-and-go)."""
     lnc: Annotated[Literal[1, 2] | None, choice(1, 2)] = None
-    """Physical cores in one logical NeuronCore, configurable on trn2 only. With 1 there are twice as many cores, each
-    with half of the HBM. Unset: 2."""
+    """Physical cores in one logical NeuronCore, configurable on trn2 and trn3 only. With 1 there are twice as many
+    cores, each with half of the HBM. Unset: 2."""
     reserve: Reserve = Reserve()
     """Resources of each host reserved for the system."""
     price_per_core_hour: Annotated[float, Field(ge=0, le=1_000_000)] = 0.0

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, StrictInt, model_serializer
+from pydantic import AfterValidator, Field, SerializerFunctionWrapHandler, StrictInt, model_serializer
 
 from placements.engines.server.capabilities import placeholders
-from placements.engines.vllm.capabilities import PluginRelease
+from placements.engines.vllm.capabilities import RELEASES, version_of
 from placements.spec.notation import (
     CRON_WANTED,
     Cron,
@@ -20,6 +20,17 @@ from placements.spec.notation import (
     choice,
     in_words,
 )
+
+
+def _plugin(value: str) -> str:
+    if version_of(value) < version_of(RELEASES[0].plugin):
+        raise ValueError(
+            f'"{value}" is not a release of vllm-neuron: the first supported one is "{RELEASES[0].plugin}"'
+        )
+    return value
+
+
+PLUGIN_WANTED = f'a release in quotes, like "{RELEASES[-1].plugin}"'
 
 
 class EngineSettings(Frozen):
@@ -35,9 +46,12 @@ class EngineSettings(Frozen):
     ] = Field((), json_schema_extra=in_words("list of texts"))
     """The command that starts the server of `vllm`, before its flags. It must run the vLLM of `python`, whose version
     is checked, and not a container. Unset: `PYTHON -m vllm.entrypoints.cli.main serve`."""
-    plugin: PluginRelease | None = None
-    """The release of `vllm-neuron` that `vllm` plans for, in quotes. Unset: `"0.4"` on inf2 and trn1, the newest on
-    trn2; none on emulated hosts, where vLLM runs on the CPU."""
+    plugin: Annotated[str, AfterValidator(_plugin), Reported(PLUGIN_WANTED, id="unknown-value")] | None = Field(
+        None, json_schema_extra=in_words(", ".join(f"`{release.plugin}`" for release in RELEASES) + ", or another one")
+    )
+    """The release of `vllm-neuron` that `vllm` plans for, in quotes. One that is not listed is planned as the last one
+    before it, with a warning. Unset: `"0.4"` on inf2 and trn1, the newest on trn2 and trn3; none on emulated hosts,
+    where vLLM runs on the CPU."""
     warm: bool | None = None
     """Keep a process on each host that has imported the engine's packages: each start forks it, and takes seconds
     less. Unset: true for `cpu`, else false. See [warm processes](engines.md#warm-processes)."""

@@ -1,7 +1,8 @@
-"""The variables that the packages' own code reads while it is imported are those of the table in docs/engines.md."""
+"""The variables that the packages' own code reads while it is imported are those of the tables in docs/engines.md."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from placements.facts.versions import series
 from tests.closed import real_tnx as real_tnx
 from tests.closed.nxd_lane import real_nxdi as real_nxdi
 from tests.closed.optimum_lane import real_optimum as real_optimum
@@ -61,10 +63,24 @@ def read_by(package: str) -> set[str]:
     return set(json.loads(done.stdout.splitlines()[-1]))
 
 
+def names_in(cell: str) -> set[str]:
+    return set(re.findall(r"`([A-Z][A-Z0-9_]+)`", cell))
+
+
 def documented(package: str) -> set[str]:
     """Returns the variables in the second column of the package's row."""
     row = next(line for line in PAGE.read_text().splitlines() if line.startswith(f"| {package}, reads at import"))
-    return set(re.findall(r"`([A-Z][A-Z0-9_]+)`", row.split("|")[2]))
+    return names_in(row.split("|")[2])
+
+
+def documented_of(version: str) -> set[str]:
+    """Returns the variables that a version of NxD Inference reads, from the table of its versions."""
+    table = (
+        PAGE.read_text().partition("What NxD Inference reads at import, by its version:\n\n")[2].partition("\n\n")[0]
+    )
+    header, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines())
+    column = header.index(version)
+    return {name for row in rows if row[column] == "yes" for name in names_in(row[0])}
 
 
 @pytest.mark.usefixtures("real_tnx")
@@ -74,7 +90,8 @@ def test_transformers_neuronx_reads_these_at_import() -> None:
 
 @pytest.mark.usefixtures("real_nxdi")
 def test_nxd_inference_reads_these_at_import() -> None:
-    assert read_by("NxD Inference") <= documented("NxD Inference")
+    version = importlib.import_module("neuronx_distributed_inference").__version__
+    assert read_by("NxD Inference") == documented_of(series(version))
 
 
 @pytest.mark.usefixtures("real_optimum")

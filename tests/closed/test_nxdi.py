@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from placements.engines.nxd_inference.capabilities import NXD_E5M2, NXD_FAMILIES
+from placements.engines.nxd_inference.capabilities import NXD_E5M2, NXD_FAMILIES, NXD_WINDOW
 from placements.engines.registry import serves
 from placements.facts.checkpoints import Checkpoint
 from placements.facts.versions import reaches
@@ -92,8 +93,32 @@ def test_tokens_equal_the_cpu_engines(
     """Greedy, while requests arrive and others are cancelled."""
     if family not in families(import_package().version):
         pytest.skip("a family of a later version")
-    answers = served(opened(sources(family), tmp_path, tp_degree=degree), arrivals())
+    buckets = PREFILL[1:] if family == "mistral-window" else PREFILL  # none is shorter than the window
+    answers = served(opened(sources(family), tmp_path, tp_degree=degree, prefill_buckets=buckets), arrivals())
     assert nxdi_traffic.wrong(sources(family), arrivals(), expected(family), answers) == []
+
+
+def test_a_bucket_of_4096_tokens_runs_the_flash_kernel(nxd: Neuron, sources: Checkpoints, tmp_path: Path) -> None:
+    """Which the package switches to by itself; the answers are the same."""
+    source = Path(shutil.copytree(sources("llama"), tmp_path / "model"))
+    edit(source, max_position_embeddings=8192)
+    engine = opened(source, tmp_path / "compiled", max_len=4224, prefill_buckets=[4096], decode_buckets=[4224])
+    runs = importlib.import_module("neuronxcc.nki._private_kernels.attention").RUNS
+    runs.clear()
+    answers = served(engine, arrivals(3))
+    assert nxdi_traffic.wrong(source, arrivals(3), served(cpu(source), arrivals(3)), answers) == []
+    assert set(runs) == {4096}
+
+
+def test_a_window_is_computed_without_its_kernel(nxd: Neuron, sources: Checkpoints, tmp_path: Path) -> None:
+    """The package has one from 512 tokens on, for lengths that are multiples of 512 only."""
+    if not reaches(import_package().version, NXD_WINDOW):
+        pytest.skip("a window is refused in this version")
+    source = Path(shutil.copytree(sources("mistral-window"), tmp_path / "model"))
+    edit(source, max_position_embeddings=1024)
+    engine = opened(source, tmp_path / "compiled", max_len=600, prefill_buckets=[600], decode_buckets=[600])
+    answers = served(engine, arrivals(3))
+    assert nxdi_traffic.wrong(source, arrivals(3), served(cpu(source), arrivals(3)), answers) == []
 
 
 @pytest.mark.parametrize("window", [MAX_LEN, 4 * MAX_LEN])

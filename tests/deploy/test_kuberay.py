@@ -166,8 +166,8 @@ def test_each_group_grows_to_the_bounds_of_the_spec() -> None:
 
 def test_a_few_small_replicas_get_small_hosts_and_large_ones_a_large_host() -> None:
     """Both groups are used: each time the cheapest machines that hold what the first host does not."""
-    small = chosen({"llama-3.1-8b-instruct": 2, "qwen2.5-0.5b-instruct": 6})
-    large = chosen({"llama-3.1-8b-instruct": 4, "qwen2.5-0.5b-instruct": 1})
+    small = chosen({"qwen2.5-7b-instruct": 4, "tinyllama-1.1b-chat": 6})
+    large = chosen({"qwen2.5-7b-instruct": 8, "tinyllama-1.1b-chat": 1})
 
     assert small == ["inf2.8xlarge/0", "inf2.8xlarge/1"]
     assert large == ["inf2.48xlarge/1"]

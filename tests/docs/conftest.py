@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.docs.pages import CLI, EXAMPLES, blocks, named
+from tests.published_configs import PUBLISHED
 from tests.stubs import HEADER, stub_checkpoint
 
 MINILM = {
@@ -43,7 +44,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "mistral-v0.1": {**llama, "model_type": "mistral", "num_key_value_heads": 8, "sliding_window": 2048},
         "llama-3": {**llama, "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0}},
         "pythia": {**llama, "model_type": "gpt_neox", "hidden_act": "gelu"},
+        "llama-awq": {**llama, "quantization_config": {"quant_method": "awq", "bits": 4}},
+        "llama-linear": {**llama, "rope_scaling": {"type": "linear", "factor": 2.0}},
+        "qwen2-yarn": {**llama, "model_type": "qwen2", "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
         "bert": {"model_type": "bert"},
+        "qwen3-8b": PUBLISHED["Qwen/Qwen3-8B"],
         "minilm": MINILM,
         "reranker": MINILM,
         "compiled": {**llama, "neuron": {"task": "text-generation"}},

@@ -76,6 +76,11 @@ RECOVERY = {
         f"{FLEETS}load_failures.py::test_the_pauses_double_until_the_breaker_opens",
         f"{FLEETS}load_failures.py::test_a_request_gets_503_with_the_cause",
     ),
+    "A model does not compile.": (
+        "orchestrator/control/test_prefetch.py::test_a_failed_compilation_is_not_repeated_before_an_operator_acts",
+        "workers/compiled/test_prepare.py::test_only_a_killed_compile_is_repeated",
+        "workers/host/test_neuron_faults.py::test_an_unknown_failure_of_a_compilation_stops_with_its_last_lines",
+    ),
     "A [warm process]": (
         f"{FLEETS}warm_starts.py::test_without_a_warm_process_replicas_start_as_fresh_ones",
         f"{FLEETS}frozen_processes.py::test_a_frozen_warm_process_keeps_no_replica_from_its_start",

@@ -51,7 +51,7 @@ def pin_in_quarantine(folder: Path) -> list[Problem]:
 
 def only_host_of_a_type_lost(folder: Path) -> list[Problem]:
     text = (
-        "hosts: [{emulate: inf2.48xlarge}, {emulate: trn1.32xlarge}]\nmodels: {chat: {engine: echo, tp_degree: 16}}\n"
+        "hosts: [{emulate: inf2.48xlarge}, {emulate: trn1.32xlarge}]\nmodels: {chat: {engine: echo, tp_degree: 32}}\n"
     )
     file = examine(text, "spec.yaml", str(folder), LARGE)
     assert file.spec is not None
@@ -62,7 +62,9 @@ def only_host_of_a_type_lost(folder: Path) -> list[Problem]:
 
 def source_away(folder: Path) -> list[Problem]:
     config = (folder / "models" / "tiny" / "config.json").read_bytes()
-    listing = Listing(source="org/model", files=(RemoteFile(name="config.json", size=len(config), tag=""),))
+    sizes = {"config.json": len(config), "tokenizer.json": 2}
+    files = tuple(RemoteFile(name=name, size=size, tag="") for name, size in sizes.items())
+    listing = Listing(source="org/model", files=files)
     with patch.dict(os.environ, {"COREWRIGHT_HOME": str(folder / "home")}):
         heads = SourceMetadata(folder / "home" / "store" / "heads", lambda *_: KnownRemote(listing, config))
         heads.refresh(SourceQuery(source="org/model"))
@@ -78,6 +80,7 @@ class KnownRemote(NamedTuple):
 
     def fetch(self, listing: Listing, folder: Path, progress: Progress, stop: Event) -> None:
         (folder / "config.json").write_bytes(self.config)
+        (folder / "tokenizer.json").write_bytes(b"{}")
 
 
 BESIDE_A_SPEC: dict[str, Callable[[Path], list[Problem]]] = {  # what no text alone can give

@@ -2,23 +2,91 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from configparser import ConfigParser
 from pathlib import Path
 
+import pytest
 from typer.main import get_command
 
 from orchestrator.cli import main as cli
 from orchestrator.messages.controller_settings import DRAIN_S
+from placements.engines.evidence import REPORTS, SERVED_WITH, ModelVariant, served_on
+from placements.facts.checkpoints import Checkpoint
+from placements.facts.known_failures import KNOWN_FAILURES
 from placements.spec.parse import parse
 from placements.spec.problems import has_errors
+from tests.docs.pages import DOCS, blocks
+from tests.published_configs import PUBLISHED
 
 ROOT = Path(__file__).parent.parent.parent
 PAGE = ROOT / "docs" / "on-inf2.md"
 EXAMPLE = ROOT / "placements" / "examples" / "on-inf2.yaml"
 UNIT = ROOT / "deploy" / "systemd" / "corewright.service"
 END_S = 10.0  # of a fleet after its drain: "all within 30 s", docs/architecture.md
+
+
+def report_rows() -> list[str]:
+    """The table of what was compiled or served."""
+    rows = ["| model | engines | what was run | SDK | machine | degree | seen | confidence | source |"]
+    rows.append("|---|---|---|---|---|---|---|---|---|")
+    for report in REPORTS:
+        engines = ", ".join(f"`{engine}`" for engine in report.engines.split())
+        cells = (report.model, engines, report.ran, report.sdk, report.instance, report.tp_degree or "-")
+        rows.append(f"| {' | '.join((*cells, report.seen, report.confidence, report.source))} |")
+    return rows
+
+
+def failure_rows() -> list[str]:
+    """The table of known failures that need a model."""
+    rows = ["| what fails | what helps | confidence | source |", "|---|---|---|---|"]
+    for failure in KNOWN_FAILURES:
+        if failure.engines not in ("", "any"):
+            cells = (failure.what, failure.helps, failure.confidence, failure.source.replace(" ", ", "))
+            rows.append(f"| {' | '.join(cells)} |")
+    return rows
+
+
+@pytest.mark.parametrize(("name", "rows"), [("reports", report_rows()), ("failures", failure_rows())])
+def test_the_page_lists_what_others_report(name: str, rows: list[str]) -> None:
+    """UPDATE_GOLDEN=1 writes the tables anew."""
+    begin, end, wanted = f"<!-- generated: {name} -->\n", "<!-- end of generated -->", "\n".join(rows) + "\n"
+    above, _, rest = PAGE.read_text().partition(begin)
+    shown, _, below = rest.partition(end)
+    if os.environ.get("UPDATE_GOLDEN"):
+        PAGE.write_text(above + begin + wanted + end + below)
+        shown = wanted
+    assert shown == wanted
+
+
+def test_each_model_of_the_page_was_served_by_others_on_its_release() -> None:
+    """With its degree, and the page names the sources."""
+    spec = parse(EXAMPLE.read_bytes(), EXAMPLE.name, str(EXAMPLE.parent)).spec
+    assert spec is not None
+    evidence = PAGE.read_text().partition("| choice | evidence |")[2].partition("\n\n")[0]
+    downloads = dict(re.findall(r"^hf download (\S+) --local-dir (\S+)$", PAGE.read_text(), re.MULTILINE))
+    assert sorted(downloads.values()) == sorted(model.source for model in spec.models)
+    for source, folder in downloads.items():
+        variant = ModelVariant.of(Checkpoint.from_config(PUBLISHED[source]))
+        reports = [each for each in served_on("inf2") if each.is_of(variant, SERVED_WITH, "inf2")]
+        (model,) = [model for model in spec.models if model.source == folder]
+        assert [int(report.tp_degree) for report in reports] == [model.tp_degree]
+        assert reports[0].source.partition(":")[0] in evidence
+        assert f"SDK {reports[0].sdk}" in evidence
+
+
+def test_no_spec_of_a_page_names_a_model_that_fails_on_inf2() -> None:
+    """By the names in the ids of the known failures."""
+    failing = {row.id.removesuffix("-inf2") for row in KNOWN_FAILURES if row.id.endswith("-inf2")}
+    assert "qwen3-8b" in failing
+    pages = [page for page in DOCS.rglob("*.md") if page.name != "errors.md"]  # which shows the warnings
+    specs = [block for page in pages for block in blocks(page) if block.language == "yaml"]
+    on_inf2 = [block for block in specs if "inf2" in block.text]
+    assert len(on_inf2) > 10
+    named = [(block.page, name) for block in on_inf2 for name in failing if name in block.text.lower()]
+    assert named == []
 
 
 def unit() -> ConfigParser:

@@ -16,9 +16,9 @@ from orchestrator.access.keys import KeyFile
 from orchestrator.cli import main as cli
 from orchestrator.cli.client import AdminClient
 from orchestrator.control.journal.journal import Journal
-from orchestrator.control.speed_measurement import SpeedRecord
 from orchestrator.messages.replica_states import ModelState, State
 from orchestrator.process.home import FleetRecord, Home
+from orchestrator.process.speed_record import SpeedRecord
 from orchestrator.scaling.demand_report import DemandReport, DemandWindow
 from tests.docs.pages import CLI, ROOT, SOURCES, blocks, example, rows, section, shape, words
 from tests.orchestrator.fakefleet import PLAN

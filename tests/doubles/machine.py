@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tests.doubles import PACKAGES
 
+LIBRARY = Path(__file__).with_name("libnrt.c")
 PROJECT = Path(__file__).parent.parent.parent
 DRIVER = "2.19.64.0"
 NAMES = {"inf2": "Inferentia2", "trn1": "Trainium1", "trn2": "Trainium2"}
@@ -74,6 +75,9 @@ def build_machine(folder: Path, instance: str = "inf2.48xlarge", *, driver: str 
         text = TOOL.format(python=sys.executable, packages=str(PACKAGES), env=env, function=name.replace("-", "_"))
         _write(root / f"opt/aws/neuron/bin/{name}", text)
         (root / f"opt/aws/neuron/bin/{name}").chmod(0o755)
+    library = root / "opt/aws/neuron/lib/libnrt.so.1"
+    library.parent.mkdir(parents=True)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(LIBRARY)], check=True)
     return Machine(root, state, instance, python)
 
 
@@ -94,6 +98,9 @@ def make_interpreter(
         _write(site / name / "__init__.py", f"__version__ = {version!r}\n")
         metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
         _write(site / f"{name}-{version}.dist-info/METADATA", metadata)
+    for name in ("neuronx-cc", "libneuronpjrt-path") if neuron else ():
+        _write(folder / "bin" / name, "#!/bin/sh\n")
+        (folder / "bin" / name).chmod(0o755)
     return folder / "bin" / "python"
 
 

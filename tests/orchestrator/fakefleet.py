@@ -323,7 +323,7 @@ EXPLAINED: dict[str, Any] = {
             "hint": "use fewer replicas, a smaller tp_degree, or more hosts",
         }
     ],
-    "holds": [{"id": "degree", "what": "tp_degree 8: inf2 supports 1, 2, 4, 8, 12, 24", "details": [], "hint": ""}],
+    "holds": [{"id": "degree", "what": "tp_degree 8: inf2 supports 1, 2, 4, 8, 12, 16, 24", "details": [], "hint": ""}],
     "suggestions": [
         {
             "id": "move",

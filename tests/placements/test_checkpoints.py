@@ -389,6 +389,20 @@ def test_the_facts_of_a_llama_are_read_from_its_config() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("config", "positions"),
+    [
+        ({"rope_scaling": {"type": "longrope", "original_max_position_embeddings": 4096}}, 4096),
+        ({"rope_parameters": {"rope_type": "longrope"}, "original_max_position_embeddings": 8192}, 8192),
+        ({"rope_scaling": {"type": "longrope"}}, 131072),
+        ({"rope_scaling": {"type": "yarn", "original_max_position_embeddings": 4096}}, 131072),
+    ],
+)
+def test_positions_of_longrope_end_before_scaling(config: dict[str, Any], positions: int) -> None:
+    """transformers scales all rows of a batch by the longest one, and the cpu engine refuses to load longer ones."""
+    assert Checkpoint.from_config(LLAMA | config).max_positions == positions
+
+
 def test_bloom_has_no_limit_of_positions() -> None:
     """Alibi: seq_length is the training length, not a limit."""
     assert Checkpoint.from_config(BLOOM).max_positions is None

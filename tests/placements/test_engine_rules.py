@@ -17,6 +17,7 @@ from placements.spec.parse import parse
 from placements.spec.problems import Problem
 from placements.spec.schema import Buckets, ModelSpec
 from tests.placements.fleets import LAPTOP, brief
+from tests.published_configs import PUBLISHED
 
 TRACED = "engine: torch-neuronx\n    kind: embedding"
 BUCKETS = (Buckets(prefill=(512,)), Buckets(prefill=(128, 512)), Buckets())
@@ -186,10 +187,18 @@ def test_no_window_is_kept_beside_a_draft_or_a_prefix_cache(beside: str) -> None
     assert brief(checked(text, shaped("mistral"), draft=shaped("mistral"))) == []
 
 
+@pytest.mark.parametrize(("prefill", "expected"), [("[512, 2048]", ["bad-buckets 6:25"]), ("[1024, 2048]", [])])
+def test_no_bucket_of_prompts_is_shorter_than_a_window(prefill: str, expected: list[str]) -> None:
+    """Its graph would read beyond the bucket's end. A window that no slot reaches does not count."""
+    text = f"engine: {NXD}\n    max_len: 2048\n    buckets: {{prefill: {prefill}}}"
+    assert brief(checked(text, replace(shaped("mistral"), window=1024))) == expected
+    assert brief(checked(text, replace(shaped("mistral"), window=2048))) == []
+
+
 def test_replicas_run_only_on_machines_that_their_engine_supports() -> None:
     """One of two types may be suitable; a model that suits none has no place."""
     text = "hosts: [{instance: trn2.3xlarge}, {instance: inf2.xlarge}]\n"
-    text += f"models:\n  a: {{engine: {TNX}, source: ./a}}\n"
+    text += f"models:\n  a: {{engine: {TNX}, source: ./a, neff_cache: s3://neffs/a}}\n"
     spec = parse(text, "f.yaml").spec
     assert spec is not None
     hosts = hosts_for(spec, LAPTOP)
@@ -507,3 +516,185 @@ def test_each_length_of_an_encoder_has_weights_of_its_own_on_the_core() -> None:
     assert (
         estimate(long, replace(checkpoint, max_positions=4096), "torch-neuronx").scratch == 8 * 16 * 4096**2 * 2 / 2**30
     )
+
+
+# what is known to fail
+
+QWEN3_8B = Checkpoint.from_config(PUBLISHED["Qwen/Qwen3-8B"])
+
+
+@pytest.mark.parametrize(
+    ("engine", "machine", "hosts", "more", "is_known"),
+    [
+        (NXD, INF2, "instance", "", True),
+        ("auto", INF2, "instance", "", True),
+        ("vllm", INF2, "instance", "engines: {vllm: {python: /v/bin/python}}", True),
+        ("vllm", INF2, "instance", 'engines: {vllm: {python: /v/bin/python, plugin: "0.2"}}', False),  # neuronx-cc 2.22
+        (NXD, TRN1, "instance", "", False),
+        (NXD, TRN2, "instance", "", False),
+        ("auto", INF2, "emulate", "", False),
+        ("server", INF2, "instance", "", False),
+    ],
+)
+def test_what_others_have_seen_to_fail_is_a_warning(
+    engine: str, machine: str, hosts: str, more: str, is_known: bool
+) -> None:
+    """On the machines and in the releases that the plan counts with; the rest is not judged."""
+    own = ", server: {command: [serve], slots: 4}" if engine == "server" else ", tp_degree: 8"
+    text = f"hosts: {{{hosts}: {machine}}}\n{more}\nmodels:\n  a:\n    {{source: ./a, engine: {engine}{own}}}\n"
+    parsed = parse(text, "f.yaml")
+    assert parsed.spec is not None
+    problems = check(parsed.spec, hosts_for(parsed.spec, LAPTOP), {"a": QWEN3_8B})
+    known = [problem for problem in problems if problem.id == "known-failure"]
+    assert len(known) == is_known
+    assert all(problem.severity == "warning" and "#1303" in problem.what and problem.hint for problem in known)
+
+
+@pytest.mark.parametrize(("compiler", "count"), [("2.23.6484.0+3b612583", 1), ("2.22.12471.0", 0)])
+def test_installed_packages_decide_what_is_known_to_fail(compiler: str, count: int) -> None:
+    """Instead of the release that the plan counts with."""
+    parsed = parse(f"hosts: {{instance: {INF2}}}\nmodels: {{a: {{source: ./a, engine: {NXD}, tp_degree: 8}}}}\n", "f")
+    assert parsed.spec is not None
+    hosts, installed = hosts_for(parsed.spec, LAPTOP), {NXD: {"neuronx-cc": compiler}}
+    problems = check(parsed.spec, hosts, {"a": QWEN3_8B}, installed=installed)
+    assert [problem.id for problem in problems].count("known-failure") == count
+
+
+# What the engine reads of config.json
+
+METHODS = (
+    *("awq", "gptq", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "fp8", "mxfp4", "nvfp4", "quanto", "hqq"),
+    *("eetq", "aqlm", "auto-round", "bitnet", "torchao", "quark", "modelopt", "neuron_quant", ""),
+)
+ROPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional", "of-tomorrow")
+VLLM_NEURON, VLLM_NXD = "vLLM Neuron", "vllm-neuron 0.4"
+
+
+def read_as(engine: str, config: Mapping[str, Any], fields: str = "", draft: Checkpoint | None = None) -> list[Problem]:
+    """The problems of what the engine reads of config.json; a release of vLLM's plugin is its machine's."""
+    machine = {"cpu": INF2, TNX: INF2, VLLM_NXD: INF2, "optimum-neuron": INF2}.get(engine, TRN2)
+    name = "vllm" if engine in (VLLM_NEURON, VLLM_NXD) else engine
+    problems = checked(f"engine: {name}\n    max_len: 1024{fields}", Checkpoint.from_config(config), machine, draft)
+    return [each for each in problems if each.id in ("weights-quantized", "rotary-unsupported", "rotary-inexact")]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("engine", ["cpu", TNX, NXD, "auto", "optimum-neuron", VLLM_NXD, VLLM_NEURON])
+def test_an_engine_refuses_weights_that_it_cannot_read_as_they_are_quantized(engine: str, method: str) -> None:
+    """At the source, and with the method; only vLLM Neuron reads any, those of ModelOpt in FP8."""
+    config = LLAMA | {"quantization_config": {"quant_method": method, "quant_algo": "FP8", "config_groups": {"g": {}}}}
+    problems = read_as(engine, config)
+    if engine == VLLM_NEURON and method == "modelopt":
+        assert problems == []
+    else:
+        (problem,) = problems
+        assert (problem.id, problem.severity) == ("weights-quantized", "error")
+        assert f" by {method or 'an unnamed method'}" in problem.what
+
+
+@pytest.mark.parametrize(
+    ("engine", "fine", "warned"),
+    [
+        ("cpu", {"linear", "dynamic", "yarn", "longrope", "llama3", "proportional"}, set()),
+        (TNX, {"llama3"}, set()),
+        (NXD, {"llama3"}, {"linear", "dynamic", "yarn", "longrope"}),
+        ("auto", {"llama3"}, {"linear", "dynamic", "yarn", "longrope"}),
+        ("optimum-neuron", {"llama3"}, {"linear", "dynamic", "yarn", "longrope"}),
+        (VLLM_NXD, {"llama3"}, {"linear", "dynamic", "yarn", "longrope"}),
+        (VLLM_NEURON, {"llama3"}, set()),
+    ],
+)
+@pytest.mark.parametrize("rope", ROPES)
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_an_engine_refuses_rotary_positions_that_it_does_not_compute(
+    engine: str, fine: set[str], warned: set[str], rope: str, key: str
+) -> None:
+    """Of a llama, in both formats of transformers."""
+    problems = [(each.id, each.severity) for each in read_as(engine, LLAMA | {key: {"rope_type": rope}})]
+    expected = [("rotary-unsupported", "error")]
+    if rope in fine | {"default"}:
+        expected = []
+    elif rope in warned:
+        expected = [("rotary-inexact", "warning")]
+    assert problems == expected
+
+
+@pytest.mark.parametrize(
+    ("engine", "family", "expected"),
+    [
+        ("cpu", "qwen2", []),
+        ("cpu", "gpt2", []),  # its positions are learned
+        (NXD, "qwen2", ["rotary-unsupported"]),
+        (NXD, "qwen3", ["rotary-unsupported"]),
+        (NXD, "mixtral", ["rotary-unsupported"]),
+        (NXD, "mistral", ["rotary-inexact"]),
+        (TNX, "mistral", ["rotary-unsupported"]),
+        (TNX, "gpt_neox", ["rotary-unsupported"]),
+        ("optimum-neuron", "qwen3", ["rotary-inexact"]),
+        (VLLM_NEURON, "qwen3", ["rotary-unsupported"]),
+    ],
+)
+def test_classes_of_other_families_ignore_the_scaling_of_positions(
+    engine: str, family: str, expected: list[str]
+) -> None:
+    """By the packages' code: only Llama's classes read it, and those built on them."""
+    config = GPT2 if family == "gpt2" else LLAMA | {"num_local_experts": 2, "num_key_value_heads": 4}
+    config = config | {"model_type": family, "rope_scaling": {"type": "yarn", "factor": 4.0}}
+    assert [each.id for each in read_as(engine, config)] == expected
+
+
+AWQ = LLAMA | {"quantization_config": {"quant_method": "awq"}}
+
+
+@pytest.mark.parametrize(
+    ("engine", "hint"),
+    [
+        ("cpu", "use the original checkpoint"),
+        (NXD, "use the original checkpoint; with it, quantize: int8 or fp8 quantizes here"),
+        (VLLM_NXD, "use the original checkpoint"),
+        (VLLM_NEURON, "use the original checkpoint or one quantized by modelopt fp8 or compressed-tensors kv"),
+    ],
+)
+def test_the_hint_of_quantized_weights_names_what_the_engine_can(engine: str, hint: str) -> None:
+    assert [each.hint for each in read_as(engine, AWQ)] == [hint]
+
+
+@pytest.mark.parametrize("given", [None, {}])
+def test_an_empty_configuration_quantizes_nothing(given: object) -> None:
+    assert read_as(NXD, LLAMA | {"quantization_config": given}) == []
+
+
+@pytest.mark.parametrize(("engine", "expected"), [("cpu", 1), (NXD, 1), (VLLM_NEURON, 0)])
+def test_scales_of_the_kv_cache_alone_are_for_vllm_neuron(engine: str, expected: int) -> None:
+    """transformers asks for the package even then."""
+    given = {"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8}, "config_groups": {}}
+    assert len(read_as(engine, LLAMA | {"quantization_config": given})) == expected
+
+
+@pytest.mark.parametrize(
+    ("engine", "options"),
+    [
+        (NXD, "quantized_checkpoints_path: /fp8"),
+        (VLLM_NXD, "additional_config: {override_neuron_config: {quantized_checkpoints_path: /fp8}}"),
+    ],
+)
+def test_weights_of_another_folder_replace_quantized_ones(engine: str, options: str) -> None:
+    """The source then provides only its configuration and tokenizer; a draft has no other folder."""
+    fields = f"\n    quantize: fp8\n    engine_options: {{{options}}}"
+    assert read_as(engine, AWQ, fields) == []
+
+
+def test_a_quantized_draft_is_refused_too() -> None:
+    """At the draft."""
+    fields = "\n    draft: {source: ./b}"
+    (problem,) = read_as(NXD, LLAMA, fields, Checkpoint.from_config(AWQ))
+    assert (problem.id, problem.where) == ("weights-quantized", "f.yaml:6:5")
+    assert "the draft of a" in problem.what
+
+
+def test_engines_that_read_no_checkpoint_accept_any_config() -> None:
+    """The echo engine, and vLLM on emulated hosts, which decides itself."""
+    config = Checkpoint.from_config(AWQ | {"rope_scaling": {"rope_type": "yarn"}})
+    for engine in ("echo", "vllm"):
+        problems = checked(f"engine: {engine}\n    max_len: 1024", config, hosts="emulate")
+        assert [each.id for each in problems if each.severity == "error"] == []

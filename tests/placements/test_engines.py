@@ -71,12 +71,13 @@ NXD, TNX = "nxd-inference", "transformers-neuronx"
     ("model_type", "instance", "versions", "chosen"),
     [
         ("llama", "inf2.48xlarge", {NXD: "0.8.16251+f3ca5575", TNX: "0.13.798"}, NXD),
-        ("llama", "inf2.48xlarge", {NXD: "0.9.17334", TNX: "0.13.798"}, TNX),  # 0.9 needs trn2
+        ("llama", "inf2.48xlarge", {NXD: "0.9.17334", TNX: "0.13.798"}, TNX),  # 0.9 is in maintenance
         ("llama", "trn2.48xlarge", {NXD: "0.9.17334", TNX: "0.13.798"}, NXD),
         ("llama", "trn2.48xlarge", {NXD: "0.10.1"}, NXD),  # what is newer than all has what the newest has
         ("gpt2", "trn1.2xlarge", {NXD: "0.8.1", TNX: "0.13.798"}, TNX),
         ("mistral", "inf2.xlarge", {NXD: "0.8.1", TNX: "0.13.798"}, NXD),
         ("mistral", "trn2.3xlarge", {NXD: "0.9.1"}, NXD),
+        ("llama", "inf2.24xlarge", {NXD: "0.10.18399"}, NXD),
         ("qwen2", "trn1.2xlarge", {NXD: "0.5.9230"}, NXD),
         ("qwen3", "trn1.2xlarge", {NXD: "0.6.10598"}, NXD),
         (None, "inf2.xlarge", {NXD: "0.8.1", TNX: "0.13.798"}, NXD),
@@ -86,7 +87,6 @@ NXD, TNX = "nxd-inference", "transformers-neuronx"
         # none
         ("llama", "inf2.xlarge", {}, "engine-not-installed"),
         ("llama", "inf2.xlarge", {"optimum-neuron": "0.4.5"}, "engine-not-installed"),
-        ("llama", "inf2.xlarge", {NXD: "0.9.1"}, "engine-unsupported-here"),
         ("gpt2", "trn2.48xlarge", {TNX: "0.13.798"}, "engine-unsupported-here"),
         ("gpt2", "inf2.xlarge", {NXD: "0.8.1"}, "family-unsupported"),
         ("qwen2", "inf2.xlarge", {NXD: "0.4.1", TNX: "0.13.798"}, "family-unsupported"),
@@ -106,7 +106,6 @@ def test_auto_prefers_nxd_inference_if_it_supports_the_family(
     ("model_type", "versions", "words"),
     [
         ("gpt2", {NXD: "0.8.1"}, ("nxd-inference 0.8.1 does not serve gpt2", "install transformers-neuronx")),
-        ("mistral", {NXD: "0.9.1"}, ("nxd-inference 0.9.1 does not run on inf2", "use nxd-inference up to 0.8")),
         ("opt", {}, ("neither nxd-inference nor transformers-neuronx", "a Neuron SDK image")),
     ],
 )

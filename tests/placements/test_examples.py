@@ -22,8 +22,9 @@ from tests.placements.fleets import LAPTOP, LLAMA_2_7B
 from tests.published_configs import PARAMETERS, PUBLISHED
 
 PADDED = {f"optimum-llama-2-{row}" for row in ("7b-latency", "13b-latency", "13b-throughput")}
-PADDED |= {"qwen3-8b", "llama-3.3-70b"}
+PADDED |= {"llama-3.3-70b"}
 """32, 40 and 64 heads on 24 cores."""
+
 LLAMA_2_13B = Checkpoint("llama", 40, 40, 40, 5120, 13824, 128, 32000, 4096, False, 13_015_864_320)
 EXAMPLES = sorted((Path(placements.__path__[0]) / "examples").glob("*.yaml"))
 
@@ -35,7 +36,8 @@ def test_there_are_examples() -> None:
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_is_valid_and_can_be_planned_as_a_whole(path: Path) -> None:
-    """No problem but a warning of this machine's few CPUs, no opt-out, and nothing unplaced even at every max."""
+    """No problem but warnings of this machine's few CPUs, no opt-out, and nothing unplaced even
+    at every max."""
     parsed = parse(path.read_bytes(), path.name, str(path.parent))
     assert parsed.spec is not None
     checkpoints = {}
@@ -48,7 +50,8 @@ def test_an_example_is_valid_and_can_be_planned_as_a_whole(path: Path) -> None:
     hosts = hosts_for(parsed.spec, LAPTOP)
     problems = (*parsed.problems, *check(parsed.spec, hosts, checkpoints))
     drawn = plan(parsed.spec, hosts, checkpoints, wanted={m.name: m.replicas.max for m in parsed.spec.models})
-    assert (has_errors(problems), {problem.id for problem in problems} - {"threads-oversubscribed"}) == (False, set())
+    assert not has_errors(problems)
+    assert {problem.id for problem in problems} <= {"threads-oversubscribed"}
     assert drawn.unplaced == ()
     padded = path.stem in PADDED
     assert all(m.allow_head_padding is padded for m in parsed.spec.models)

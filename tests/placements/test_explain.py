@@ -16,9 +16,11 @@ from placements.facts.core_range import CoreRange
 from placements.facts.topology import Host
 from placements.planner.plan import Running, plan
 from placements.planner.spec_hosts import hosts_for
+from placements.rules.checks import check
 from placements.spec.parse import parse
 from placements.spec.schema import HostsSpec, Replicas, Spec, Spread
 from tests.placements.fleets import BIG, LAPTOP, LLAMA_2_7B, PLAIN, model, spec
+from tests.published_configs import PUBLISHED
 
 HOST = "inf2.48xlarge/0"
 PROBLEMS = Path(__file__).parent.parent / "golden" / "problems"
@@ -71,6 +73,28 @@ def test_a_model_with_its_replicas_has_places_and_no_problems() -> None:
         "threads",
         "cores",
     }
+
+
+def test_a_known_failure_is_among_the_facts_of_its_model() -> None:
+    """With what helps; other models do not have it."""
+    parsed = parse(
+        "hosts: {instance: inf2.48xlarge}\nmodels:\n"
+        "  a: {source: ./a, engine: nxd-inference, tp_degree: 8}\n  b: {source: ./b, engine: nxd-inference}\n",
+        "f.yaml",
+    )
+    assert parsed.spec is not None
+    hosts, checkpoints = hosts_for(parsed.spec, LAPTOP), {"a": Checkpoint.from_config(PUBLISHED["Qwen/Qwen3-8B"])}
+    problems = check(parsed.spec, hosts, checkpoints)
+    shown = {
+        name: [
+            each.details
+            for each in explain(question(parsed.spec, hosts, name, checkpoints=checkpoints), problems).holds
+            if each.id == "known-failure"
+        ]
+        for name in ("a", "b")
+    }
+    [known] = [problem for problem in problems if problem.id == "known-failure"]
+    assert shown == {"a": [(known.hint,)], "b": []}
 
 
 def test_running_and_pinned_replicas_have_that_reason() -> None:

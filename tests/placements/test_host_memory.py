@@ -59,6 +59,16 @@ def test_files_in_a_wider_dtype_need_more_to_load() -> None:
     assert loads == [loads[0], loads[0], 2 * loads[0]]
 
 
+def test_a_load_of_quantized_shards_needs_a_byte_for_each_weight() -> None:
+    """On NeuronX Distributed, whose compile has saved them; embeddings and norms are not quantized."""
+    whole, quantized = (
+        host_memory(model("m", 8, quantize=quantize), LLAMA_31_8B, "nxd-inference").load for quantize in (None, "int8")
+    )
+    groups = LLAMA_31_8B.groups
+    kept = groups.embedding + groups.head + groups.small + groups.positions
+    assert whole - quantized == pytest.approx((LLAMA_31_8B.parameters - kept) / GIB)
+
+
 def test_serving_keeps_the_embedding_of_transformers_neuronx() -> None:
     """With learned positions; nothing of the model on engines of NxD."""
     kept = [

@@ -21,8 +21,8 @@ def wish(**hosts: object) -> Spec:
 def test_an_instance_is_planned_from_its_topology_only() -> None:
     """On any machine, the hosts are those of the instance type."""
     assert hosts_for(wish(instance="inf2.48xlarge", count=2), LAPTOP) == (
-        Host("inf2.48xlarge/0", BIG, tuple(range(192)), 8, memory_gib=768.0),
-        Host("inf2.48xlarge/1", BIG, tuple(range(192)), 8, memory_gib=768.0),
+        Host("inf2.48xlarge/0", BIG, tuple(range(192)), 8, memory_gib=766.0),
+        Host("inf2.48xlarge/1", BIG, tuple(range(192)), 8, memory_gib=766.0),
     )
 
 
@@ -65,7 +65,7 @@ def test_without_hosts_the_machine_s_own_type_is_used() -> None:
     """A real inf2.8xlarge, with its real CPUs and the default reserve."""
     cpus = tuple(range(32))
     assert hosts_for(Spec(), Machine(cpus, "inf2.8xlarge")) == (
-        Host("inf2.8xlarge/0", TOPOLOGIES["inf2.8xlarge"], cpus, 2, memory_gib=128.0),
+        Host("inf2.8xlarge/0", TOPOLOGIES["inf2.8xlarge"], cpus, 2, memory_gib=126.0),
     )
 
 

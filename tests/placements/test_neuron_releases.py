@@ -11,11 +11,19 @@ import pytest
 
 from placements.engines.registry import CHOICES, ENGINES, Engine, sdks_with
 from placements.engines.vllm.capabilities import RELEASES
-from placements.facts.neuron_releases import ENVIRONMENTS, SDKS, environments_on, next_series, number, sdk_named, sdk_of
+from placements.facts.neuron_releases import (
+    ENVIRONMENTS,
+    SDKS,
+    environments_on,
+    next_series,
+    number,
+    sdk_named,
+    sdk_of,
+)
 from placements.facts.versions import series
 
 VERSION = r"\d+(\.\d+)+"
-TAG = r"\d+(\.\d+)+-neuronx-py3\d+-sdk\d+\.\d+\.\d+-ubuntu2[24]\.04"
+TAG = r"\d+(\.\d+)+-neuronx-py3\d+-sdk\d+\.\d+\.\d+-ubuntu2[246]\.04"
 SDK_FORMATS = {
     "sdk": r"2\.\d\d\.\d",
     "released": r"20\d\d-\d\d-\d\d",
@@ -35,6 +43,7 @@ ENVIRONMENT_FORMATS = {
     "python": r"(3\.\d+)?",
     "torch": r"(2\.\d+)?",
     "vllm": r"(0\.\d+\.0)?",
+    "support_ended": r"(20\d\d-\d\d-\d\d)?",
 }
 SOURCE = re.compile(r"\b(sdk (v2\.\d\d\.\d|[0-9a-f]{7})|docs v2\.\d\d\.0)\b")
 
@@ -124,18 +133,21 @@ def test_the_table_agrees_with_the_facts_about_engines() -> None:
     assert series(sdks_with("nxd-inference", "inf2")[-1].nxd_inference) == ENGINES["nxd-inference"].newest("inf2")
     for release in RELEASES:
         last = release.sdk.split(" to ")[-1]
-        paired = {series(item.vllm) for sdk in SDKS if sdk.series == last for item in environments_on(sdk)}
-        assert release.vllm in paired, release
+        sdks = [sdk for sdk in SDKS if sdk.series == last]
+        paired = {item.vllm for sdk in sdks for item in environments_on(sdk)} | {sdk.vllm_container for sdk in sdks}
+        assert release.vllm in map(series, paired), release
 
 
 @pytest.mark.parametrize(
     ("engine", "version", "machines", "reason"),
     [
         ("nxd-inference", "0.8.16251", "inf2", None),
-        ("nxd-inference", "0.9.17334", "inf2", "0.9.17334 does not run on inf2"),
+        ("nxd-inference", "0.10.18399", "inf2", None),  # in maintenance
         ("nxd-inference", "0.3.5591", "trn2", "0.3.5591 is too old: 0.4 and later are supported"),
         ("vllm", "0.16.0", "trn1", "0.16.0 does not run on trn1"),
         ("vllm", "0.24.0", "trn2", None),
+        ("vllm", "0.33.0", "trn3", None),  # newer than all that are known
+        ("vllm", "0.33.0", "inf2", "0.33.0 does not run on inf2"),
         ("vllm", "0.9.1", "inf2", "0.9.1 is of no supported release of vllm-neuron"),
         ("torch-neuronx", "2.9.0.2.12.22436", "inf2", None),
     ],
@@ -170,3 +182,43 @@ def test_a_series_names_its_last_release() -> None:
     assert later.sdk == "2.29.0"
     assert sdk_named("9.9") is None
     assert next_series(SDKS[-1]) is None
+
+
+def test_images_get_no_updates_from_the_next_release_on() -> None:
+    """The newest has no such day. Support of an engine, a Python or an operating system can end earlier or later."""
+    by_name = {sdk.sdk: sdk for sdk in SDKS}
+    assert by_name["2.28.1"].superseded == by_name["2.29.0"].released
+    assert SDKS[-1].superseded == ""
+    ended = {item.engine: item.support_ended for item in ENVIRONMENTS if item.os == "Ubuntu 22.04"}
+    assert ended == {"transformers-neuronx": "2025-09-18", "nxd-inference": "2026-05-21"}
+
+
+@pytest.mark.parametrize(
+    ("version", "machines", "maintained"),
+    [
+        ("0.8.16251", "inf2", False),
+        ("0.9.17334", "trn1", True),
+        ("0.10.18399", "inf2", True),
+        ("0.10.1", "trn2", False),
+    ],
+)
+def test_nxd_inference_is_in_maintenance_on_older_machines(version: str, machines: str, maintained: bool) -> None:
+    """There it gets critical fixes only."""
+    assert bool(ENGINES["nxd-inference"].maintenance(version, machines)) == maintained
+
+
+@pytest.mark.parametrize(
+    ("engine", "version", "last"),
+    [
+        ("nxd-inference", "0.9.17334", ""),
+        ("nxd-inference", "0.10.1", "0.9"),
+        ("optimum-neuron", "0.4.5", ""),
+        ("optimum-neuron", "0.5.0", "0.4"),
+        ("cpu", "9.9", ""),
+    ],
+)
+def test_a_version_that_is_newer_than_the_known_ones_is_planned_as_the_last_of_them(
+    engine: Engine, version: str, last: str
+) -> None:
+    """By its numbers: 0.10 follows 0.9."""
+    assert ENGINES[engine].planned_as(version) == last

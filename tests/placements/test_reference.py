@@ -48,7 +48,7 @@ def test_every_field_has_a_description(kind: type[ModelSpec]) -> None:
         ("hosts", "hosts.instance", "an instance type", "unset"),
         ("hosts", "hosts.lnc", "`1`, `2`", "unset"),
         ("hosts", "hosts.reserve", "a mapping", "`{}`"),
-        ("hosts", "hosts.reserve.memory_gib", "number, 0 to 1048576", "`0`"),
+        ("hosts", "hosts.reserve.memory_gib", "number, 0 to 1048576", "`2`"),
         ("hosts", "hosts.reserve.cores", "list of core ids and ranges", "`[]`"),
         ("model", "source", "text", "required"),
         ("model", "dtype", "`bf16`, `fp16`, `fp32`", "unset"),

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from placements.facts.topology import DEGREES, TOPOLOGIES, alignment, degree, documented
+from placements.facts.topology import DEGREES, TOPOLOGIES, alignment, degree, doubt
 
 
 @pytest.mark.parametrize(
@@ -18,6 +18,9 @@ from placements.facts.topology import DEGREES, TOPOLOGIES, alignment, degree, do
         ("trn2.3xlarge", "trn2", 1, 4, 96, 12, 128, "none"),
         ("trn2.48xlarge", "trn2", 16, 64, 1536, 192, 2048, "torus"),
         ("trn2u.48xlarge", "trn2", 16, 64, 1536, 192, 2048, "torus"),
+        # four servers: 9216 GiB of HBM, 768 vCPUs, 8192 GiB; 36 servers: 20736 GiB, 2304 vCPUs, 27648 GiB
+        ("trn3.48xlarge", "trn3", 16, 64, 9216 // 4, 768 // 4, 8192 // 4, "switch"),
+        ("trn3e.24xlarge", "trn3", 4, 16, 20736 // 36, 2304 // 36, 27648 // 36, "switch"),
     ],
 )
 def test_each_type_has_the_documented_sizes(
@@ -34,10 +37,11 @@ def test_each_type_has_the_documented_sizes(
     assert (topology.vcpus, topology.memory_gib, topology.link) == (vcpus, memory, link)
 
 
-def test_there_are_exactly_ten_types() -> None:
-    """The last ones are uncertain only where marked."""
-    assert len(TOPOLOGIES) == 10
-    assert [topology.instance for topology in TOPOLOGIES.values() if topology.note] == ["trn2.3xlarge"]
+def test_there_are_exactly_twelve_types() -> None:
+    """Those whose names AWS has not published are marked."""
+    assert len(TOPOLOGIES) == 12
+    noted = [topology.instance for topology in TOPOLOGIES.values() if topology.note]
+    assert noted == ["trn3.48xlarge", "trn3e.24xlarge"]
 
 
 @pytest.mark.parametrize(
@@ -48,9 +52,10 @@ def test_there_are_exactly_ten_types() -> None:
         ("trn2.48xlarge", 1, 128, 12),
         ("trn2u.48xlarge", 1, 128, 12),
         ("trn2.3xlarge", 1, 8, 12),
+        ("trn3e.24xlarge", 1, 32, 18),
     ],
 )
-def test_the_cores_of_trn2_are_two_physical_ones_or_one(instance: str, lnc: int | None, cores: int, hbm: int) -> None:
+def test_logical_cores_are_two_physical_ones_or_one(instance: str, lnc: int | None, cores: int, hbm: int) -> None:
     """At LNC 1 there are twice as many, each with half of the HBM; the devices do not change."""
     topology = TOPOLOGIES[instance].at_lnc(lnc)
     assert (topology.cores, topology.hbm_per_core_gib, topology.lnc) == (cores, hbm, lnc or 2)
@@ -74,7 +79,7 @@ def test_a_preferred_block_is_always_legal() -> None:
 @pytest.mark.parametrize(
     ("family", "rows"),
     [
-        # 1 anywhere; 2, 4 and 8 on whole devices; 12 too, best at 0 and 12, and named on one page only; 24 at 0
+        # 1 anywhere; 2, 4 and 8 on whole devices; 12 and 16 too, but named on one page only; 24 at 0
         (
             "inf2",
             {
@@ -83,6 +88,7 @@ def test_a_preferred_block_is_always_legal() -> None:
                 4: (2, 4, True),
                 8: (2, 8, True),
                 12: (2, 12, False),
+                16: (2, 8, False),
                 24: (24, 24, True),
             },
         ),
@@ -93,6 +99,7 @@ def test_a_preferred_block_is_always_legal() -> None:
         ),
         # shown at multiples of the degree only
         ("trn2", {tp: (tp, tp, True) for tp in (1, 2, 4, 8, 16, 32, 64)}),
+        ("trn3", {tp: (tp, tp, True) for tp in (1, 2, 4, 8, 16, 32, 64)}),
     ],
 )
 def test_degrees_have_their_legal_and_preferred_alignment(family: str, rows: dict[int, tuple[int, int, bool]]) -> None:
@@ -102,11 +109,12 @@ def test_degrees_have_their_legal_and_preferred_alignment(family: str, rows: dic
     assert all(row.tp == tp for tp, row in table.items())
 
 
-def test_the_degrees_of_trn2_are_documented_for_lnc_2_only() -> None:
-    """One core needs no other, so that degree 1 is documented at any."""
+def test_degrees_are_in_doubt_where_their_documents_end() -> None:
+    """Those of logical cores are documented for LNC 2 only; there a user saw 2 of the four of a device rejected."""
     big = TOPOLOGIES["trn2.48xlarge"]
-    by_lnc = {(lnc, tp): documented(big.at_lnc(lnc), DEGREES["trn2"][tp]) for lnc in (1, 2) for tp in (1, 8)}
-    assert by_lnc == {(1, 1): True, (1, 8): False, (2, 1): True, (2, 8): True}
+    by_lnc = {(lnc, tp): bool(doubt(big.at_lnc(lnc), DEGREES["trn2"][tp])) for lnc in (1, 2) for tp in (1, 2, 8)}
+    assert by_lnc == {(1, 1): False, (1, 2): True, (1, 8): True, (2, 1): False, (2, 2): True, (2, 8): False}
+    assert [tp for tp, row in DEGREES["inf2"].items() if doubt(TOPOLOGIES["inf2.48xlarge"], row)] == [12, 16]
 
 
 @pytest.mark.parametrize(("family", "tp", "legal"), [("inf2", 6, 2), ("trn1", 4, 2), ("trn2", 6, 6)])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from placements.engines.server.capabilities import container_in
-from placements.engines.vllm.capabilities import RELEASES
+from placements.engines.vllm.capabilities import RELEASES, release_for
 from placements.engines.vllm.flags import CONFIGS, FIELDS, FLAGS, OWN, REFUSED, VERSIONS, check_flags
 from placements.spec.schema import ModelSpec
 from tests import vllm_flags
@@ -34,6 +34,23 @@ def test_the_table_has_what_was_recorded() -> None:
 def test_every_release_of_the_plugin_has_a_recorded_vllm() -> None:
     """So that no release is checked against the flags of another version."""
     assert {release.vllm for release in RELEASES} < set(VERSIONS)
+
+
+@pytest.mark.parametrize(
+    ("named", "release"),
+    [
+        ("0.24", ("0.24", "0.24", "2.32")),
+        ("0.24.0.1.1.0", ("0.24", "0.24", "2.32")),
+        ("0.33", ("0.33", "0.29", "2.33")),
+        ("0.6", ("0.6", "0.16", "2.29 to 2.31")),
+        ("0.3", ("0.3", "0.11", "2.27")),
+    ],
+)
+def test_an_unknown_release_is_planned_as_the_last_known_one_before_it(
+    named: str, release: tuple[str, str, str]
+) -> None:
+    """With its own name, so that an interpreter is compared with that."""
+    assert tuple(release_for("trn2", named)) == release
 
 
 def test_flags_that_cannot_be_set_exist_and_have_one_reason() -> None:

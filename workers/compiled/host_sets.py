@@ -146,6 +146,15 @@ def peek(root: Path, manifest: Mapping[str, Any], is_whole: Callable[[Path], boo
     return LockedEntry(root / name_of(plain), plain, is_whole)
 
 
+def check_room(folder: Path, needed: int) -> None:
+    """Raises EngineLoadError if less than ``needed`` bytes are free on the disk of ``folder``, before hours of work."""
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        fact = f"{folder} needs {needed / 2**30:.1f} GiB, and its disk has {free / 2**30:.1f} GiB free"
+        hint = "free disk space, such as with `corewright cache prune`, or put COREWRIGHT_HOME on a larger disk"
+        raise EngineLoadError("disk-full", fact, hint)
+
+
 def _unwritable(root: Path, error: OSError) -> EngineLoadError:
     message = f"cannot write compiled artifacts to {root}: {error}"
     return EngineLoadError("compiled-unwritable", message, "check the free disk space and the owner of the folder")

@@ -6,10 +6,12 @@ import os
 from dataclasses import dataclass
 
 from workers.host import host_facts
+from workers.messages.status import Failure
 
 OVERRIDE = "NEURON_PLATFORM_TARGET_OVERRIDE"
 LNC = ("NEURON_LOGICAL_NC_CONFIG", "NEURON_RT_VIRTUAL_CORE_SIZE")  # the second is the older name
-TARGETS = {"inf2": "trn1", "trn1": "trn1", "trn1n": "trn1", "trn2": "trn2", "trn2u": "trn2"}  # optimum-neuron's table
+TARGETS = {"inf2": "trn1", "trn1n": "trn1", "trn2u": "trn2", "trn3e": "trn3"}  # optimum-neuron's table, and trn3's
+DEFAULT_LNC = {"trn1": 1, "trn2": 2, "trn3": 2}
 
 
 @dataclass(frozen=True)
@@ -26,5 +28,15 @@ def current() -> NeuronTarget:
     name = os.environ.get(OVERRIDE) or TARGETS.get(family, family) or None
     lnc = next(filter(None, map(os.environ.get, LNC)), None)
     if lnc is None:
-        return NeuronTarget(name, {"trn1": 1, "trn2": 2}.get(name or ""))
+        return NeuronTarget(name, DEFAULT_LNC.get(name or ""))
     return NeuronTarget(name, int(lnc) if lnc.isdecimal() else lnc)
+
+
+def refusal(override: str, instance: str) -> Failure | None:
+    """Returns why the value of `OVERRIDE` on a host is wrong for its instance type; None: it is unset, or right."""
+    family = instance.partition(".")[0]
+    target = TARGETS.get(family, family)
+    if not override or TARGETS.get(override, override) == target:
+        return None
+    fact = f"{OVERRIDE} is {override} in the environment of the host, but {instance} runs code for {target}"
+    return Failure("target-differs", fact, f"unset it where `up` or Ray is started, or set it to {target}")

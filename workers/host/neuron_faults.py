@@ -2,8 +2,8 @@
 
 The framework above them often raises a RuntimeError with only a status; details are in the lines that the libraries
 write to the process's log. Both are searched, messages before codes: a device with bad memory ends many executions with
-the status of a timeout. Texts and codes are from AWS's runtime troubleshooting guide and its nrt_status.h; those
-reported by users are marked.
+the status of a timeout. Texts and codes are from AWS's runtime troubleshooting guide, its list of compiler error codes
+and its nrt_status.h; those reported by users are marked, or have a row in `placements.facts.known_failures`.
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
 import msgspec.structs
 
+from placements.facts.known_failures import KNOWN_FAILURE, KNOWN_FAILURES
+from workers.host import host_facts
 from workers.messages.status import Failure, Reaction
 
 
@@ -64,7 +67,7 @@ STATUS_NAMES: Mapping[int, str] = MappingProxyType(
 
 MOST_TEXT = 64 * 1024  # of an exception and of the log; a compiler's output may be megabytes
 # Generic ids that only say where something failed. An engine's own error with another id is more specific.
-VAGUE = frozenset({"load-failed", "probe-failed", "engine-failed", "compile-failed", "replica-died"})
+VAGUE = frozenset({"load-failed", "probe-failed", "engine-failed", "compile-failed", "replica-died", "start-failed"})
 
 # A path in a cache: its folder, the compiler's folder, the graph's folder.
 _GRAPH = re.compile(r"^(?:file://)?(?P<cache>\S+?)/neuronxcc-[^/\s]+/(?P<graph>MODULE_[^/\s]+)")
@@ -72,6 +75,7 @@ _COMPILER_ENDED = (
     r"(?:neuronx-cc|neuron compiler|compil\w+)[^\n]{0,200}(?:failed with|exit(?:ed)?(?: code| status| with)*|"
     r"return(?:ed)?(?: code| non-zero exit status)*|died with|killed by)[ :=<]*(?:signal )?"
 )
+_RELOAD = "reload the driver (sudo rmmod neuron; sudo modprobe neuron) or reboot"
 _LNC = r"\b(?:LNC|logical[ _-]?(?:neuron[ _-]?core|nc)"
 
 
@@ -90,13 +94,23 @@ class Fault(NamedTuple):
     statuses: tuple[int, ...] = ()
 
 
+def _reported() -> Iterator[Fault]:
+    """Yields a fault for each text of `known_failures`, with all failures that have shown it."""
+    for text in dict.fromkeys(row.text for row in KNOWN_FAILURES if row.text):
+        rows = [row for row in KNOWN_FAILURES if row.text == text]
+        what = "; or ".join(dict.fromkeys(row.what for row in rows))
+        hint = "; or ".join(dict.fromkeys(f"{row.helps} ({row.source})" for row in rows))
+        yield Fault(
+            KNOWN_FAILURE, f"others have reported this: {what}", hint, Reaction(rows[0].reaction), {text: " ({0})"}
+        )
+
+
 # The first match wins, of messages and of statuses: a cause before its effects, the most precise message first.
 FAULTS = (
     Fault(
         "memory-repairable",
         "the device's memory had an uncorrectable error that can be repaired: results may be wrong",
-        "end all processes on the device, reload the driver (sudo rmmod neuron; sudo modprobe neuron) or reboot, "
-        "then corewright uncordon its cores",
+        f"end all processes on the device, {_RELOAD}, then corewright uncordon its cores",
         Reaction.QUARANTINE,
         {r"uncorrectable[^\n]{0,200}reload the neuron driver|NRT_EXEC_HW_ERR_REPAIRABLE_HBM_UE": ""},
         (1205,),
@@ -132,7 +146,8 @@ FAULTS = (
     Fault(
         "cores-taken",
         "the runtime cannot allocate its cores",
-        "end the process that holds them; neuron-ls shows which processes have the devices open",
+        "end the process that holds them, which neuron-ls shows; if there is none, a dead one left them taken "
+        f"(reported by users): {_RELOAD}",
         Reaction.ELSEWHERE,
         {
             r"NeuronCore\(s\) not available - Requested: ?(\S+) Available: ?(\d+)": ": {1} were requested, "
@@ -158,7 +173,7 @@ FAULTS = (
         "the runtime finds no Neuron device",
         "check that the driver is loaded (lsmod | grep neuron) and that the container has the devices (--device)",
         Reaction.STOP,
-        {r"No neuron device available": ""},
+        {r"No neuron device available|Unable to determine Neuron Driver version": ""},
     ),
     Fault(
         "neff-unsupported",
@@ -207,6 +222,14 @@ FAULTS = (
             r"|(?:mismatch|compiled (?:for|with))[^\n]{0,60}" + _LNC + r")\b": ": {line}"
         },
     ),
+    Fault(  # reported by users
+        "neff-invalid",
+        "the runtime rejects the compiled model",
+        "remove its folder of compiled artifacts, so that it is compiled again; if that does not help, update "
+        "aws-neuronx-runtime-lib to the compiler's release",
+        Reaction.STOP,
+        {r"nrt_load(?:_collectives)?\b[^\n]{0,200}status(?:_code)?[ =:]*2\b|NRT_INVALID in nrt_load": ""},
+    ),
     Fault(
         "compile-cached-failure",
         "the compiler's cache has a failed compilation, which is not retried",
@@ -219,7 +242,8 @@ FAULTS = (
         "neuronx-cc was killed, most likely by the kernel because of low host memory",
         "compile one graph at a time with compiler: {workers: 1}, or use fewer buckets or a machine with more memory",
         messages={
-            r"\[F137\]|neuronx-cc was forcibly killed|"
+            r"\[F137\]|neuronx-cc was forcibly killed|Backend exited with code -9\b"
+            r"|process in the process pool was terminated abruptly|"
             + _COMPILER_ENDED
             + r"(?:-9\b|137\b|(?:Signals\.)?SIGKILL|(?<=signal )9\b)": ""
         },
@@ -230,15 +254,52 @@ FAULTS = (
         "no action is needed",
         messages={_COMPILER_ENDED + r"(-(?:1|2|15)\b|(?:Signals\.)?SIG(?:TERM|INT|HUP))": " ({1})"},
     ),
+    *_reported(),
+    Fault(
+        "graph-exceeds-hbm",
+        "neuronx-cc needs more of the cores' memory than there is",
+        "lower max_batch, max_len or the longest bucket, raise tp_degree, or quantize",
+        Reaction.STOP,
+        {r"\[(?:NCC_)?EOOM00\d\]|Estimated peak HBM usage[^\n]{0,40} exceeds \d+ ?GB|\[(?:NCC_I)?XCG815\]": " ({0})"},
+    ),
+    Fault(
+        "graph-exceeds-instructions",
+        "the model has a graph of more instructions than neuronx-cc supports",
+        "raise tp_degree, or lower max_batch, max_len or the longest bucket",
+        Reaction.STOP,
+        {r"too many instructions(?: after unroll)?|\[(?:NCC_E)?BVF030\]|\[LUR015\]": " ({0})"},
+    ),
+    Fault(
+        "environment-incomplete",
+        "the engine's environment is incomplete",
+        "install libneuronxla, torch-neuronx and neuronx-cc of one release in it, and add its bin folder to PATH",
+        Reaction.STOP,
+        {
+            r"No such file or directory: '(libneuronpjrt-path|\S*neuronx-cc)'|(neuronx-cc): (?:command )?not found"
+            r"|(neuronx-cc) compiler binary does not exist": ": {1} is not in its PATH",
+            r"neuronxcc/\S+: error while loading shared libraries: (\S+?):": ": neuronx-cc needs {1}",
+        },
+    ),
+    Fault(
+        "compiler-crashed",
+        "neuronx-cc has crashed",
+        "use another release of neuronx-cc, compiler: {optlevel: 1}, or other shapes",
+        Reaction.STOP,
+        {
+            r"Backend exited with code -\d+[^\n]{0,200}|\[F134\]|neuronx-cc terminated abnormally"
+            r"|neuronx-cc[^\n]{0,40} crashed": " ({0})"
+        },
+    ),
     Fault(
         "compiler-failed",
         "neuronx-cc could not compile the model",
         "see the replica's log; try compiler: {optlevel: 1}, another release of neuronx-cc, or other shapes",
         Reaction.STOP,
         {
-            r"neuronx-cc failed with (-?\d+)"
+            r"neuronx-cc (?:compilation )?failed with (-?\d+)"
             r"|neuronx-cc[^\n]{0,200}(?:exit(?:ed)?(?: code| status| with)*|non-zero exit status)[ :=]*(-?\d+)"
-            r"|\[(NCC_[A-Z]+\d+)\]|Compiler status (ERROR|FAIL\w*)": " ({1})"
+            r"|\[(NCC_[A-Z]+\d+)\]|Compiler status (ERROR|FAIL\w*)": " ({1})",
+            r"Failed compilation with \['neuronx-cc'[^\n]{0,2000}?\]: ([^\n]{0,200})": ": {1}",
         },
     ),
     Fault(
@@ -297,6 +358,13 @@ FAULTS = (
         {r"libnccom\.so[^\n]{0,120}(?:cannot|No such file)": ""},
     ),
     Fault(
+        "open-files-exhausted",
+        "the collective operations between the replica's cores need more open files than the process may have",
+        "raise the limit where `up` or the Ray node starts: ulimit -n 65536, or LimitNOFILE=65536 in its unit",
+        Reaction.STOP,
+        {r"(?:bootstrap|CCOM)[^\n]{0,200}Too many open files": ""},
+    ),
+    Fault(
         "collectives-failed",
         "the collective operations between the replica's cores have failed",
         "if it happens again, check that aws-neuronx-collectives and aws-neuronx-runtime-lib are of one release",
@@ -311,7 +379,35 @@ FAULTS = (
         messages={r"(?:execution|inference) timeout \((\d+) ms\)": " ({1} ms)", r"NRT_TIMEOUT": ""},
         statuses=(5,),
     ),
+    Fault(
+        "out-of-bounds",
+        "an execution read or wrote outside of a tensor: a kernel of the model, or an input, is wrong",
+        "use another release of the engine; NEURON_RT_DBG_DUMP_INPUTS_ON_ERR=1006 in the environment of `up` keeps the "
+        "inputs",
+        Reaction.STOP,
+        {r"NRT_EXEC_OOB|failed to run scatter/gather[^\n]{0,200}out-of-bound": " ({0})"},
+        (1006,),
+    ),
+    Fault(
+        "execution-failed",
+        "an execution on the cores ended with an error",
+        "see the runtime's messages in the replica's log; if other cores fail, too, use another release of the engine",
+        Reaction.ELSEWHERE,
+        {r"NRT_EXEC_COMPLETED_WITH_ERR\b": " ({0})"},
+        (1004,),
+    ),
+    Fault(  # reported by users; often processes that hold the cores
+        "runtime-not-started",
+        "the Neuron runtime could not be initialized",
+        "see sudo dmesg | grep -i neuron, check with corewright doctor that the driver is loaded, and end processes "
+        "that neuron-ls shows on the cores",
+        Reaction.ELSEWHERE,
+        {r"Neuron Runtime (?:could not|cannot) be initialized": ""},
+    ),
 )
+
+
+_REACTIONS: Mapping[str, Reaction] = MappingProxyType({fault.id: fault.reaction for fault in FAULTS})
 
 
 def fault_of(error: BaseException | None, log: Iterable[str] = ()) -> Failure | None:
@@ -339,6 +435,33 @@ def fault_of(error: BaseException | None, log: Iterable[str] = ()) -> Failure | 
     code = min(codes)  # 3
     fact = f"the Neuron runtime returned status {code} ({STATUS_NAMES[code]})"
     return Failure("runtime-failed", fact, "see the replica's log")
+
+
+MAX_LAST_LINES = 5  # of a compiler, in the failure of a compilation
+MAX_LINE_CHARACTERS = 300  # of each of them
+
+
+def explained(failure: Failure, error: BaseException | None, log_file: str) -> Failure:
+    """Returns a failure with what the exception and the log of its process show of its cause. ``log_file`` "": no log.
+
+    1. A vague failure with a known fault is that fault.
+    2. A failure with a fault's id, to which an engine has added what it knows, has that fault's reaction.
+    3. Other failed compilations stop, since they would fail again, and show the compiler's last lines. Errors of the
+       operating system, such as a full disk, are retried.
+    """
+    log = host_facts.last_words(Path(log_file)) if log_file else []
+    fault = fault_of(error, [*log, failure.what]) if failure.id in VAGUE else None
+    if fault is not None:  # 1
+        return fault
+    if failure.id in _REACTIONS:  # 2
+        return msgspec.structs.replace(failure, reaction=_REACTIONS[failure.id])
+    cause = None if error is None else error.__cause__
+    if failure.id != "compile-failed" or isinstance(error, OSError) or isinstance(cause, OSError):
+        return failure
+    output = log if cause is None else str(cause).splitlines()  # 3
+    lines = [line.strip()[:MAX_LINE_CHARACTERS] for line in output if line.strip()][-MAX_LAST_LINES:]
+    what = f"{failure.what[:MAX_LINE_CHARACTERS]}; its last lines: {'; '.join(lines)}" if lines else failure.what
+    return msgspec.structs.replace(failure, what=what, reaction=Reaction.STOP)
 
 
 def after_serving(failure: Failure) -> Failure:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -16,11 +17,10 @@ from workers.batching.encode_batcher import EncodeBatcher
 from workers.batching.step_loop import BatcherStats
 from workers.engines.checkpoint_files import contents_of
 from workers.engines.open_engine import open_encoder, open_engine, runner_of
-from workers.host import host_facts
 from workers.host.core_claims import CoreClaim, CoresTaken
 from workers.host.facts.reading import who_holds
 from workers.host.memory_limits import is_out_of_memory, out_of_memory
-from workers.host.neuron_faults import VAGUE, fault_of
+from workers.host.neuron_faults import explained
 from workers.host.start_phases import START
 from workers.messages.engine_protocol import EngineLoadError, EngineSpec
 from workers.messages.replica_config import ReplicaConfig
@@ -80,6 +80,20 @@ def open_backend(config: ReplicaConfig, claim: CoreClaim | None, emit: Callable[
     return Batcher(engine, tokenizer, emit)
 
 
+@contextlib.contextmanager
+def opened(config: ReplicaConfig, emit: Callable[[list[TokenEvent]], None]) -> Iterator[Backend]:
+    """Claims the cores as a replica does, loads the model, and yields its backend; at the end it is closed and the
+    cores are released. Raises CoresTaken, EngineLoadError and the engine's own errors."""
+    place = config.place
+    with contextlib.ExitStack() as resources:
+        claim = CoreClaim(Path(place.claims), place.cores) if place.claims and place.cores else None
+        if claim is not None:
+            resources.callback(claim.release)
+        backend = open_backend(config, claim, emit)
+        resources.callback(backend.close)
+        yield backend
+
+
 log = logging.getLogger(__name__)
 
 PERMANENT = ("engine-not-installed", "source-changed")  # until an operator acts
@@ -95,16 +109,15 @@ def failure_of(id: str, error: Exception, activity: str, config: ReplicaConfig) 
         return Failure("cores-taken", f"{error} (held: {error.held})", CORES_HINT)
     cause = error
     if not isinstance(cause, EngineLoadError | SourceError):
-        log.error("%s failed", activity, exc_info=error)
         cause = EngineLoadError(id, f"{type(error).__name__}: {error}", f"the log is {config.run.log}")
         if is_out_of_memory(error):
             cause = out_of_memory(error, activity)
     reaction = Reaction.STOP if cause.id in PERMANENT else Reaction.RETRY
-    failure = Failure(cause.id, cause.what, cause.hint, reaction)
-    fault = fault_of(error, host_facts.last_words(Path(config.run.log))) if failure.id in VAGUE else None
-    if (known := fault_of(error)) is not None and known.id == failure.id:  # the engine has added what it knows
-        failure = msgspec.structs.replace(failure, reaction=known.reaction)
-    if fault is None or fault.id != "cores-taken":
-        return fault or failure
+    failure = explained(Failure(cause.id, cause.what, cause.hint, reaction), error, config.run.log)
+    if cause is not error:  # after that, since the log then ends with a traceback
+        log.error("%s failed", activity, exc_info=error)
+    if failure.id != "cores-taken":
+        return failure
     owners = [f"nc{core} by pid {pid} ({command})" for core, (pid, command) in who_holds(config.place.cores).items()]
-    return msgspec.structs.replace(fault, what=f"{fault.what}; held: {', '.join(owners) or 'by no process now'}")
+    what = f"{failure.what}; held: {', '.join(owners) or 'by no process now'}"
+    return msgspec.structs.replace(failure, what=what, held=bool(owners))

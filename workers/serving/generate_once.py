@@ -8,16 +8,15 @@ caller sets the whole environment. The process ends with its parent, so that no 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import msgspec
 
-from workers.host.core_claims import CoreClaim
-from workers.host.json_process import ChildRequest, answering, read_request
+from workers.host.json_process import ChildRequest, answering, read_request, set_variables
 from workers.messages.replica_config import ReplicaConfig
 from workers.messages.requests import FinishReason, GenerateRequest, TokenEvent
 from workers.messages.status import Failure
-from workers.serving.backend import Backend, failure_of, open_backend
+from workers.serving.backend import Backend, failure_of, opened
+from workers.serving.timed_answers import Trouble as Trouble
 from workers.text.tokenizer import ChatTemplateError, NoChatTemplate, TemplateInput, Tokenizer, load_tokenizer
 
 DEFAULT_TOKENS = 128  # of an answer, if the slot has room
@@ -48,12 +47,6 @@ class End(msgspec.Struct, frozen=True, tag="end"):
     finish: str  # "stop" or "length"
 
 
-class Trouble(msgspec.Struct, frozen=True, tag="trouble"):
-    """The failure that prevented or interrupted the answer."""
-
-    failure: Failure
-
-
 Reply = TextPiece | End | Trouble
 Send = Callable[[Reply], None]
 
@@ -62,7 +55,6 @@ def run(job: GenerateJob, send: Send) -> None:
     """Load the model, answer, and send the result. Never raises for faults of the model or the machine."""
     config = job.config
     activity, id = "the load", "load-failed"
-    backend = claim = None
     answer: list[TokenEvent] = []
 
     def emit(events: list[TokenEvent]) -> None:
@@ -71,30 +63,19 @@ def run(job: GenerateJob, send: Send) -> None:
             if event.text:
                 send(TextPiece(event.text))
             if event.finish is not None:
-                assert backend is not None
                 backend.close()  # ends its ``run``
 
     try:
-        claim = (
-            CoreClaim(Path(config.place.claims), config.place.cores)
-            if config.place.claims and config.place.cores
-            else None
-        )
-        backend = open_backend(config, claim, emit)
-        activity, id = "a step of the engine", "engine-failed"
-        request = _request(job, load_tokenizer(config.model.engine, config.source), backend.spec.max_len)
-        _submit(backend, request)
-        backend.run()
-        send(_end_of(answer))
+        with opened(config, emit) as backend:
+            activity, id = "a step of the engine", "engine-failed"
+            request = _request(job, load_tokenizer(config.model.engine, config.source), backend.spec.max_len)
+            _submit(backend, request)
+            backend.run()
+            send(_end_of(answer))
     except _Refused as error:
         send(Trouble(Failure("generate-refused", str(error), "see `corewright generate --help`")))
     except Exception as error:  # noqa: BLE001 - it is sent as the failure
         send(Trouble(failure_of(id, error, activity, config)))
-    finally:
-        if backend is not None:
-            backend.close()
-        if claim is not None:
-            claim.release()
 
 
 class _Refused(Exception):
@@ -145,6 +126,7 @@ def _end_of(answer: Sequence[TokenEvent]) -> End:
 def main() -> None:
     """Read the job and answer it."""
     job = read_request(GenerateJob)
+    set_variables({})
     run(job, answering())
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,10 +21,9 @@ from workers.compiled.orders import BuildTrouble, Checked, Order, Predicted, Rep
 from workers.compiled.places import ensure, find, wanted_of
 from workers.engines.open_engine import buildables, hide_progress_bars, runner_of
 from workers.engines.weight_files import check_checkpoint
-from workers.host import host_facts
-from workers.host.json_process import NEVER_SET, answering, read_request
+from workers.host.json_process import answering, read_request, set_variables
 from workers.host.memory_limits import is_out_of_memory, out_of_memory
-from workers.host.neuron_faults import VAGUE, fault_of
+from workers.host.neuron_faults import explained
 from workers.messages.engine_protocol import EngineLoadError
 from workers.messages.replica_config import ReplicaConfig
 from workers.messages.status import Failure
@@ -81,28 +79,19 @@ def run(command: str, order: Order, report: Report) -> bool:
                 report(ensure(units, config, report, push=order.push, make=order.make))
             return True
     except (EngineLoadError, SourceError) as error:
-        failure = Failure(error.id, error.what, error.hint)
-        report(BuildTrouble(_with_known_fault(failure, error, config.run.log) if error.id in VAGUE else failure))
+        report(BuildTrouble(explained(Failure(error.id, error.what, error.hint), error, config.run.log)))
     except Exception as error:
-        log.exception("%s of %s failed", command, config.model.name)
         if is_out_of_memory(error):
             want = out_of_memory(error, f"compiling {config.model.name}")
-            report(BuildTrouble(Failure(want.id, want.what, want.hint)))
+            failure = Failure(want.id, want.what, want.hint)
         else:
             message = f"{command} of {config.model.name}: {type(error).__name__}: {error}"
             id = "start-failed" if command == "check" else "compile-failed"
-            report(
-                BuildTrouble(
-                    _with_known_fault(Failure(id, message, f"the log is {config.run.log}"), error, config.run.log)
-                )
-            )
+            failure = Failure(id, message, f"the log is {config.run.log}")
+        failure = explained(failure, error, config.run.log)  # before the log ends with a traceback
+        log.exception("%s of %s failed", command, config.model.name)
+        report(BuildTrouble(failure))
     return False
-
-
-def _with_known_fault(failure: Failure, error: Exception, log_file: str) -> Failure:
-    """Returns a more specific failure if the log or the exception shows a known fault."""
-    words = host_facts.last_words(Path(log_file)) if log_file else []
-    return fault_of(error, words) or failure
 
 
 def main(arguments: list[str]) -> int:
@@ -111,9 +100,7 @@ def main(arguments: list[str]) -> int:
         sys.stderr.write("usage: python -m workers.serving.prepare check|predict|compile < JSON\n")
         return 2
     order = read_request(Order)
-    for name in NEVER_SET:
-        os.environ.pop(name, None)
-    os.environ.update(order.config.place.env)
+    set_variables(order.config.place.env)
     return 0 if run(arguments[0], order, answering()) else 1
 
 

@@ -30,7 +30,7 @@ from workers.compiled import host_sets
 from workers.engines.open_engine import runner_of
 from workers.host import fork_server, host_facts, private_file
 from workers.host.core_claims import CoreClaim
-from workers.host.json_process import NEVER_SET
+from workers.host.json_process import set_variables
 from workers.host.lifetime import since_boot
 from workers.host.neuron_faults import after_serving
 from workers.host.start_phases import START
@@ -311,9 +311,7 @@ def set_environment(planned: Mapping[str, str]) -> None:
     early = sorted(NEURON_MODULES & set(sys.modules) - ({"torch"} & fork_server.imported))
     if early:
         raise EngineLoadError("environment-late", f"{', '.join(early)} was imported before the environment was set")
-    for name in NEVER_SET:  # Ray cannot unset a variable for an actor
-        os.environ.pop(name, None)
-    os.environ.update(planned)
+    set_variables(planned)  # Ray cannot unset a variable for an actor
 
 
 def _show_log(path: Path, name: str, host: str) -> None:

@@ -14,6 +14,7 @@ import msgspec
 
 from placements.engines.registry import ENGINES
 from workers.host import foreign_files
+from workers.host.interpreter import is_in_transformers
 from workers.messages.encoder_protocol import EncodeInput
 from workers.messages.engine_protocol import EngineLoadError
 from workers.text.detokenizer import ByteTextStream, FastTextStream, TextStream
@@ -154,12 +155,14 @@ def load_tokenizer(engine: str, path: str | None) -> Tokenizer:
     return HubTokenizer(path)
 
 
-def check_tokenizer_files(directory: Path) -> None:
+def check_tokenizer_files(directory: Path, names: Collection[str] | None = None, *, runs_class: bool = False) -> None:
     """Check the tokenizer of a model directory without loading it, which takes seconds of imports.
 
-    Raises the same errors as ``load_tokenizer``.
+    ``names``: the files of the model, if the directory has only the small ones. ``runs_class``: a server would also run
+    the class of the checkpoint, which is not trusted. Raises the same errors as ``load_tokenizer``.
     """
-    if not any((directory / name).is_file() for name in TOKENIZER_FILES):
+    names = [name for name in TOKENIZER_FILES if (directory / name).is_file()] if names is None else names
+    if not any(name in names for name in TOKENIZER_FILES):
         raise EngineLoadError(
             "no-tokenizer", f"{directory} has no tokenizer", "save it there with tokenizer.save_pretrained(...)"
         )
@@ -174,6 +177,26 @@ def check_tokenizer_files(directory: Path) -> None:
         except (OSError, ValueError, RecursionError) as error:
             message = f"the tokenizer in {directory} cannot be read: {name}: {error}"
             raise EngineLoadError("bad-tokenizer", message, "copy the file again") from error
+    if ("tokenizer.json" not in names or runs_class) and (code := own_class(directory)):
+        message = f"the tokenizer in {directory} is implemented only by code of the checkpoint, {code}"
+        hint = "save it as tokenizer.json, and remove auto_map from tokenizer_config.json"
+        raise EngineLoadError("tokenizer-needs-code", message, hint)
+
+
+def own_class(directory: Path) -> str | None:
+    """Returns the class of a model's tokenizer that only code of the checkpoint has, as "file.Class"; None: there is
+    none. It is never run: its tokenizer.json is read without it."""
+    try:
+        config = foreign_files.read_json(directory / "tokenizer_config.json")
+    except (OSError, ValueError):
+        return None
+    named = config.get("auto_map") if isinstance(config, dict) else None
+    code = named.get("AutoTokenizer") if isinstance(named, Mapping) else named
+    classes = [str(each) for each in (code if isinstance(code, list) else [code]) if each]
+    known = str(config.get("tokenizer_class")).removesuffix("Fast") if classes else ""
+    if not classes or any(is_in_transformers(f'"{known}{end}"') for end in ("", "Fast")):
+        return None
+    return classes[-1]
 
 
 class ByteTokenizer:
@@ -228,7 +251,7 @@ class ByteTokenizer:
 
 
 class HubTokenizer:
-    """The tokenizer of a model directory, loaded by transformers' AutoTokenizer.
+    """The tokenizer of a model directory, loaded by transformers.
 
     Only chat templates are rendered by transformers. Encoding and decoding use the `tokenizers` object, whose methods
     may run in several threads as long as no thread changes its truncation, padding or added tokens: transformers' own
@@ -241,11 +264,12 @@ class HubTokenizer:
         directory = Path(path)
         check_tokenizer_files(directory)
         try:
-            from transformers import AutoTokenizer
+            from transformers import AutoTokenizer, PreTrainedTokenizerFast
         except ImportError as error:
             raise EngineLoadError("no-tokenizer", f"transformers cannot be imported: {error}") from error
         try:
-            loaded = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+            loader = AutoTokenizer if own_class(directory) is None else PreTrainedTokenizerFast
+            loaded = loader.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
         except Exception as error:  # its readers raise anything from KeyError to a bare Exception
             raise EngineLoadError(
                 "bad-tokenizer", f"the tokenizer in {directory} cannot be read: {type(error).__name__}: {error}"

@@ -117,7 +117,7 @@ function whole(host) {
       details(host, all)));
 }
 
-const columns = ({ devices, link }) => (link === "ring" ? devices / 2 : link === "torus" ? 4 : devices);
+const columns = ({ devices, link }) => (link === "ring" ? devices / 2 : link === "torus" || link === "switch" ? Math.min(4, devices) : devices);
 
 /** Row and column of a device: a ring runs to the right above and back below, so that neighbours are linked. */
 function placed(device, facts) {

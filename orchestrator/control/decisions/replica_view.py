@@ -13,13 +13,16 @@ from orchestrator.process.awake_clock import AGAIN_S
 from placements.facts.core_range import CoreRange
 from placements.spec.sections import Deadlines
 from workers.artifacts.fetch.progress import FetchStatus
-from workers.messages.status import Phase, ReplicaStatus, ServerLoad
+from workers.messages.status import Failure, Phase, Reaction, ReplicaStatus, ServerLoad
 
 FIRST_BACKOFF_S = 1.0
 SETTLED_S = 60.0  # a replica that dies sooner after readiness counts as failed again: crash loops need pauses
 LOOKING_S = 600.0  # deadline of the checks before a process starts: on a small host they queue
 BREAKER_AFTER = 6  # failed starts in a row, after 31 s of pauses; further retries are rare
 BREAKER_PAUSE_S = 600.0
+MAX_REFUSALS = 4
+"""Starts in a row on cores that the runtime refuses although no process holds them, with pauses of 1, 2, 4 and 8 s
+before the next: the driver may free the cores of a dead process late (aws-neuron-sdk#1338)."""
 
 
 def actor_name(model: str, replica: int, epoch: int) -> str:
@@ -64,6 +67,7 @@ class ReplicaView:
     requested: bool = False  # its process was requested: it may hold its cores
     served: bool = False  # it has been ready since this start
     failures: int = 0  # starts in a row that did not serve for long
+    refusals: int = 0  # starts in a row that the runtime refused on these cores, at most MAX_REFUSALS; no failures
     stopped: bool = False  # its failure is permanent: it is not restarted before an operator acts
     aside_s: float = 0.0  # fetching and compiling ahead in this start, before this state
     fetch: FetchStatus | None = None  # progress while it is fetching
@@ -99,6 +103,7 @@ class ReplicaView:
             self,
             restarts=previous.restarts + 1,
             failures=previous.failures,
+            refusals=previous.refusals if (self.host, self.cores) == (previous.host, previous.cores) else 0,
             reason=previous.reason,
             log=previous.log,
             load_s=previous.load_s,
@@ -162,6 +167,12 @@ class ReplicaView:
         """Returns whether the replica is on any of these cores."""
         return self.cores is not None and any(core in cores for core in self.cores)
 
+    def refusals_after(self, failure: Failure) -> int:
+        """Returns ``refusals`` after a failure; 0: the failure is not a refusal of cores, or the last of too many."""
+        refused = failure.reaction is Reaction.ELSEWHERE and not failure.held and self.cores is not None
+        refusals = 0 if self.served else self.refusals
+        return refusals + 1 if refused and refusals < MAX_REFUSALS else 0
+
     @property
     def outlook(self) -> State:
         """The state that counts for its model: a replica that is restarted at once counts as pending."""
@@ -173,6 +184,8 @@ class ReplicaView:
         breaker is open; infinite if it is stopped."""
         if self.stopped:
             return math.inf
+        if self.refusals:
+            return backoff_s(self.refusals)
         if self.failures == 0 or (self.served and self.failures == 1):
             return 0.0
         return backoff_s(self.failures)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -19,11 +18,12 @@ from placements.spec.notation import is_path, source_kind
 from placements.spec.problems import Problem
 from placements.spec.schema import ModelSpec, Spec
 from workers.artifacts.fetch.retry_policy import RetryPolicy
-from workers.artifacts.sources.layout import graph_cache_error, names_in, registry_of
+from workers.artifacts.sources.layout import NEURON_CONFIG, graph_cache_error, names_in, registry_of
 from workers.artifacts.sources.listing import SourceError
 from workers.engines.optimum_neuron.graph_cache import RegisteredExport, exports_in, fetch_exports
 from workers.engines.optimum_neuron.settings import OptimumSettings
 from workers.host import foreign_files
+from workers.host.interpreter import is_in_transformers
 from workers.messages.replica_config import ADAPTERS, DRAFT, SOURCE, Keys, ReplicaConfig
 
 if TYPE_CHECKING:
@@ -142,8 +142,9 @@ def read_facts(
         if capabilities(part.model.engine).forwards and Path(folder).is_dir():
             continue  # its command may load files that corewright cannot read
         problem = None if isinstance(read, Checkpoint) else read
-        if here is not None and head is None and (problem is None or problem.severity == "warning"):
-            problem = _unloadable(part, folder, part.where(spec), here, isinstance(read, Checkpoint)) or problem
+        if (problem is None or problem.severity == "warning") and (here is not None or head is not None):
+            unloadable = _unloadable(part, folder, head, part.where(spec), bool(here), readable=problem is None)
+            problem = unloadable or problem
         if problem is not None:
             problems.append(problem)
     return CheckpointFacts(checkpoints, drafts, tuple(problems), heads, adapters)
@@ -175,12 +176,14 @@ def _read(part: SourcePart, folder: str, head: Metadata | None, where: str, pyth
             if part.model.trust_remote_code:
                 fact = f"{model}: the planner has no facts of the family {family!r} of {shown}, whose code is {code}"
                 return Problem("checkpoint-unreadable", "warning", where, fact, _SKIPPED)
-            if not _is_in_transformers(family, python):
+            if not is_in_transformers(f'("{family}", "', python):
                 fact = f"{model}: the family {family!r} of {shown} is implemented only by the checkpoint's code, {code}"
                 hint = "serve a checkpoint of a known family; its own code runs only with `trust_remote_code: true`"
                 return Problem("remote-code-refused", "error", where, fact, hint)
         if unsupported := _unsupported(part, folder, head, config):
             return Problem("layout-unsupported", "error", where, f"{model}: {unsupported}", _CONVERT)
+        if (Path(folder) / NEURON_CONFIG).exists():  # which describes the weights instead
+            config = {**config, "quantization_config": None}
         return Checkpoint.from_config(config, part.model.kind)
     except CheckpointError as error:
         if error.id == "unknown-family" and capabilities(part.model.engine).own_families:
@@ -200,20 +203,26 @@ def _read(part: SourcePart, folder: str, head: Metadata | None, where: str, pyth
         return Problem("checkpoint-unreadable", "warning", where, fact, "fetch the checkpoint again")
 
 
-def _unloadable(part: SourcePart, folder: str, where: str, here: bool, readable: bool) -> Problem | None:
-    """Returns why a start would fail to load the folder, or None. ``readable``: its config.json was read."""
+def _unloadable(
+    part: SourcePart, folder: str, head: Metadata | None, where: str, here: bool, readable: bool
+) -> Problem | None:
+    """Returns why a start would fail to load the folder, or the tokenizer of a remote source (``head``); None: it would
+    not. ``readable``: its config.json was read."""
     from workers.engines.weight_files import check_checkpoint
     from workers.messages.engine_protocol import EngineLoadError
     from workers.text.tokenizer import check_tokenizer_files
 
     try:
-        check_checkpoint(Path(folder), allow_pickle=part.model.allow_pickle)
-        if not part.is_draft:
-            check_tokenizer_files(Path(folder))
+        if head is None:
+            check_checkpoint(Path(folder), allow_pickle=part.model.allow_pickle)
+        engine = capabilities(part.model.engine)
+        if not part.is_draft and engine.tokenizer == "checkpoint":
+            runs_class = engine.launches and not part.model.trust_remote_code
+            check_tokenizer_files(Path(folder), None if head is None else head.names, runs_class=runs_class)
     except EngineLoadError as error:
-        fact = f"{part.model.name}: {error.what}"
+        fact = f"{part.model.name}: {error.what if head is None else error.what.replace(folder, part.source)}"
         begins = f"{_BEGINS}; " if error.id == "model-not-found" and part.source.startswith(".") else ""
-        if here:
+        if here or head is not None:
             return Problem(error.id, "error", where, fact, begins + error.hint)
         fact += "; the machine that will load it was not checked"
         hint = error.hint if readable else f"{begins}{_ENOUGH} {_SKIPPED}"
@@ -252,20 +261,6 @@ def _needed_code(model: ModelSpec, config: object) -> str | None:
     if config.get("model_type") in families(model.kind) or not isinstance(named, dict):
         return None
     return next((str(value) for value in named.values() if value), None)
-
-
-def _is_in_transformers(family: object, python: str | None) -> bool:
-    """Returns whether the transformers of an interpreter has a class of its own for a model_type.
-
-    Reads its tables as text, since importing them takes seconds. If the interpreter is not on this machine, the
-    transformers installed here answers.
-    """
-    installed = importlib.util.find_spec("transformers")
-    own = [] if installed is None else [Path(folder) for folder in installed.submodule_search_locations or ()]
-    libraries = [] if python is None else Path(python).parents[1].glob("lib/python3*/site-packages/transformers")
-    folders = list(libraries) or own
-    tables = [file for folder in folders for file in (folder / "models" / "auto").glob("*.py")]
-    return any(f'("{family}", "' in file.read_text(encoding="utf-8") for file in tables)
 
 
 # Remote sources

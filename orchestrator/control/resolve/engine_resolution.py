@@ -21,6 +21,8 @@ from placements.engines.registry import (
     needs_neuron,
 )
 from placements.engines.transformers_neuronx.capabilities import MISREAD_HINT
+from placements.facts.topology import Host
+from workers.compiled import neuron_target
 from workers.host.interpreter import Interpreter, refusal, vllm_refusal
 from workers.messages.replica_config import ReplicaConfig
 from workers.messages.status import Failure
@@ -39,22 +41,24 @@ async def resolve_engine(config: ReplicaConfig, generation: ResolvedRevision, ho
     1. ``auto`` becomes an engine that the host has, in its own interpreter or in the one that the spec names.
     2. An interpreter that the spec names is checked, and the host's own if the engine needs a package of AWS. With its
        version of transformers, transformers-neuronx must read the model's rotary positions correctly. The interpreter
-       of vLLM must have the release that the plan is for.
+       of vLLM must have the release that the plan is for. No variable may set another target of the compiler.
     Raises HostLost.
     """
     if config.model.engine == "auto":  # 1
         return await _chosen(config, generation, hosts)
     if config.run.python is not None or needs_neuron(config.model.engine):
         interpreter = await hosts.interpreter(config.run.python, config.place.host)
-        refused = _refusal(interpreter, config.model.engine) or _misread(
-            interpreter, config.model.engine, config.model.name, generation
+        refused = (
+            _refusal(interpreter, config.model.engine)
+            or _misread(interpreter, config.model.engine, config.model.name, generation)
+            or _mistargeted(interpreter, config, generation)
         )  # 2
         if refused is not None:
             return refused
     if capabilities(config.model.engine).launches:
         interpreter = await hosts.interpreter(config.run.server_python, config.place.host)
-        host = next(host for host in generation.hosts if host.name == config.place.host)
-        return vllm_refusal(interpreter, generation.spec.vllm_release_on(host)) or config
+        release = generation.spec.vllm_release_on(_host_of(config, generation))
+        return vllm_refusal(interpreter, release) or _mistargeted(interpreter, config, generation) or config
     return config
 
 
@@ -72,7 +76,7 @@ async def _chosen(config: ReplicaConfig, generation: ResolvedRevision, hosts: Ho
             usable[engine] = interpreter
         elif python is not None:  # the spec names it, so it should work
             refusals.append(refused)
-    host = next(host for host in generation.hosts if host.name == config.place.host)
+    host = _host_of(config, generation)
     checkpoint = generation.checkpoints.get(config.model.name)
     chosen = choose_engine(
         None if checkpoint is None else checkpoint.model_type,
@@ -82,8 +86,11 @@ async def _chosen(config: ReplicaConfig, generation: ResolvedRevision, hosts: Ho
     if isinstance(chosen, NoEngine):
         also = "".join(f"; {refused.id}: {refused.what}" for refused in refusals)
         return Failure(chosen.id, chosen.what + also, chosen.hint)
-    if chosen in usable and (misread := _misread(usable[chosen], chosen, config.model.name, generation)):
-        return misread
+    if chosen in usable:
+        interpreter = usable[chosen]
+        refused = _misread(interpreter, chosen, config.model.name, generation)
+        if refused := refused or _mistargeted(interpreter, config, generation):
+            return refused
     config = msgspec.structs.replace(config, model=model.resolved(chosen, checkpoint))
     return config.with_run(python=spec.python_for(chosen), warm=spec.is_warm(chosen))
 
@@ -101,6 +108,15 @@ def _misread(interpreter: Interpreter, engine: str, model: str, generation: Reso
     how = capabilities(engine).misread(checkpoint.config, interpreter.packages.get("transformers"))
     fact = f"{engine} misreads the rotary positions of {model} in {interpreter.python}: {how}"
     return Failure("rotary-misread", fact, MISREAD_HINT) if how else None
+
+
+def _mistargeted(interpreter: Interpreter, config: ReplicaConfig, generation: ResolvedRevision) -> Failure | None:
+    topology = _host_of(config, generation).topology
+    return None if topology is None else neuron_target.refusal(interpreter.target, topology.instance)
+
+
+def _host_of(config: ReplicaConfig, generation: ResolvedRevision) -> Host:
+    return next(host for host in generation.hosts if host.name == config.place.host)
 
 
 @cache

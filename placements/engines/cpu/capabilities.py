@@ -6,11 +6,16 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from placements.engines.capabilities import ON_CPUS, Capabilities, OptionRange, Unused
+from placements.facts.checkpoints import ROTARY
 from placements.facts.encoders import KINDS
 
 FIRST_TRANSFORMERS = "4.57"
 """The first release of transformers that the cpu engine runs with. Other parts of corewright accept earlier ones, which
 images of the Neuron SDK have."""
+
+
+CPU_ROPES = dict.fromkeys(("linear", "dynamic", "yarn", "longrope", "llama3", "proportional"), "")
+"""The types of rotary positions in ``modeling_rope_utils.ROPE_INIT_FUNCTIONS`` of transformers 5."""
 
 
 class CpuCapabilities(Capabilities):
@@ -33,9 +38,11 @@ CAPABILITIES = CpuCapabilities(
     ),
     runs_code=True,
     warm=True,
+    ropes=MappingProxyType(dict.fromkeys(ROTARY, MappingProxyType(CPU_ROPES))),
     drafts=("draft_model",),
     pads_to_longest=True,
     unused=(*ON_CPUS, Unused(("draft", "engine_options"), encoding=True)),
 )
 """``prefill_chunk``: tokens of a prompt in one forward pass; ``prefix_cache``: reuse the longest prefix that a slot
-still holds; ``compile``: compile each bucket with torch.compile."""
+still holds; ``compile``: compile each bucket with torch.compile. It reads no quantized ``weights``: each of the
+quantizers of transformers needs a package that corewright does not install, and most need a GPU."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from placements.engines.capabilities import NEURON_INDEX, Capabilities, ClassOptions
+from placements.engines.capabilities import LLAMA_ROPES, NEURON_INDEX, Capabilities, ClassOptions
 from placements.facts.versions import order, reaches, series
 
 Release = tuple[int, int]
@@ -15,7 +15,8 @@ NXD_VERSIONS = ("0.4", "0.5", "0.6", "0.7", "0.8", "0.9")
 NXD_RELEASES: tuple[Release, ...] = tuple((major, minor) for major, minor in map(order, NXD_VERSIONS))
 
 _LAST: Mapping[str, str] = {"inf2": "0.8", "trn1": "0.8"}
-"""Machine family -> the last series of NxD Inference: the models of 0.9 require Trn2 (its release notes)."""
+"""Machine family -> the last series of NxD Inference that its release notes list. They require Trn2 for the models of
+0.9, but AWS maintains 0.10 on inf2 and trn1, too (announce-eos-nxdi-nxd-core-inference.rst, 2026-10-16)."""
 
 NXD_FAMILIES: Mapping[str, str] = {"llama": "0.4", "mixtral": "0.4", "qwen2": "0.5", "qwen3": "0.5", "mistral": "0.4"}
 """model_type -> the first series of NxD Inference that serves it, from ``utils.constants.MODEL_TYPES`` of the series
@@ -61,10 +62,6 @@ def nxd_release(version: str) -> Release:
 class NxdCapabilities(Capabilities):
     """What NxD Inference can do."""
 
-    def runs_in(self, machines: str, version: str | None = None) -> bool:
-        """By the last series of the machines."""
-        return version is None or machines not in _LAST or reaches(_LAST[machines], series(version))
-
     def serves(self, model_type: str, machines: str | None = None, version: str | None = None) -> bool:
         """By the first series of the family."""
         newest = version or (NXD_VERSIONS[-1] if machines is None else self.newest(machines))
@@ -79,6 +76,12 @@ class NxdCapabilities(Capabilities):
         if version and not reaches(version, NXD_VERSIONS[0]):
             return f"{version} is too old: {NXD_VERSIONS[0]} and later are supported"
         return super().unsupported(version, machines)
+
+    def maintenance(self, version: str, machines: str) -> str:
+        """Series after the last listed one get critical fixes only."""
+        if machines not in _LAST or reaches(_LAST[machines], series(version)):
+            return ""
+        return f"is in maintenance on {machines}, where {_LAST[machines]} is the last one in AWS's release notes"
 
     def step_widths(self, draft_k: int | None) -> tuple[int, ...]:
         """One token, or a draft's with one more (`model_base`)."""
@@ -95,6 +98,7 @@ CAPABILITIES = NxdCapabilities(
     f"up to SDK 2.28; trn2: later ones too); else pip install neuronx-distributed-inference {NEURON_INDEX}",
     options=MappingProxyType({"prefix_cache": None}),
     families=tuple(NXD_FAMILIES),
+    ropes=MappingProxyType({"llama": LLAMA_ROPES, "mistral": dict.fromkeys(LLAMA_ROPES, "up to version 0.8 only")}),
     stores_shards=True,
     quantize=("int8", "fp8"),
     quantize_kv=("fp8",),
@@ -109,4 +113,5 @@ CAPABILITIES = NxdCapabilities(
     versions=NXD_VERSIONS,
 )
 """``prefix_cache``: keep prefixes of prompts in blocks of the KV cache (`kv_blocks`). The compiler's flags are those
-that `ModelWrapper` and neuronx-distributed's `ModelBuilder` pass in every version."""
+that `ModelWrapper` and neuronx-distributed's `ModelBuilder` pass in every version. ``ropes``: Mistral's class of
+0.9 and the classes of Mixtral, Qwen 2 and Qwen 3 ignore ``rope_scaling``."""

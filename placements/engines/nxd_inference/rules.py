@@ -44,6 +44,18 @@ def window_is_kept(case: Case) -> Iterator[Problem]:
     yield case.problem("window-not-kept", ("max_len",), fact, hint)
 
 
+def buckets_hold_the_window(case: Case) -> Iterator[Problem]:
+    """The graph of a prompt reads as many tokens as the window has, so that its bucket is not shorter."""
+    checkpoint, lengths = case.checkpoint, case.model.buckets.prefill
+    if checkpoint is None or checkpoint.window is None or not lengths:
+        return
+    if lengths[0] < checkpoint.window < case.model.length(checkpoint):
+        fact = f"buckets.prefill: {lengths[0]} is shorter than the sliding window of {case.model.name}"
+        fact += f", {checkpoint.window} tokens: NxD Inference would read beyond its end"
+        hint = f"begin with {checkpoint.window} or more; unset buckets do"
+        yield case.problem("bad-buckets", ("buckets", "prefill", 0), fact, hint)
+
+
 def options_have_an_effect(case: Case) -> Iterator[Problem]:
     """Options that depend on another setting are set only with it."""
     if case.model.engine_options.get("prefix_cache") is not True:
@@ -114,7 +126,8 @@ def _objection_to_quantized_kv(case: Case) -> Objection | None:
 
 RULES = EngineRules(
     rules=(top_k_is_supported, blocks_fit, options_of_quantization, options_have_an_effect),
-    if_chosen=(window_is_kept,),
+    if_chosen=(window_is_kept, buckets_hold_the_window),
     draft=_objection_to_draft,
     quantized_kv=_objection_to_quantized_kv,
+    other_weights=lambda case: "quantized_checkpoints_path" in case.model.engine_options,
 )

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from placements.engines.capabilities import NEURON_INDEX, Capabilities
+from placements.facts.topology import LNC_FAMILIES
 
 
 @dataclass(frozen=True)
@@ -206,6 +207,7 @@ CAPABILITIES = TnxCapabilities(
     ),
     families=tuple(FAMILIES),
     refused=MappingProxyType(REFUSED),
+    ropes=MappingProxyType({"llama": MappingProxyType({"llama3": ""})}),
     quantize=("int8", "fp8"),
     quantize_kv=("fp8",),
     drafts=("draft_model",),
@@ -213,6 +215,7 @@ CAPABILITIES = TnxCapabilities(
     unquantized=MappingProxyType(
         {name: "its graphs have no scales" for name, family in FAMILIES.items() if not family.quantizes}
     ),
-    not_on=frozenset({"trn2"}),
+    not_on=LNC_FAMILIES,
 )
-"""The last SDK with it does not compile for trn2."""
+"""The last SDK with it does not compile for families with logical cores. ``ropes``: ``llama/config.py`` raises
+ValueError for other types, and the other classes ignore ``rope_scaling``."""

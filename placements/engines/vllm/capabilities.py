@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from placements.engines.capabilities import Capabilities, DraftMethod
-from placements.facts.versions import series
+from placements.facts.versions import reaches, series
 
 Plugin = Literal["nxd", "neuron", "cpu"]
 """``nxd``: `vllm-neuron` up to 0.5, on NxD Inference. ``neuron``: the later one, "vLLM Neuron", with a back end of its
@@ -18,13 +19,11 @@ NEURON_FROM = (0, 20)
 Version = tuple[int, int]
 
 
-PluginRelease = Literal["0.2", "0.4", "0.5", "0.21", "0.24"]
-
-
 class VllmNeuron(NamedTuple):
-    """A release of `vllm-neuron`: the vLLM and the Neuron SDK that it is for."""
+    """A release of `vllm-neuron`: the vLLM and the Neuron SDK that it is for; of one that is not among ``RELEASES``,
+    those of the last one before it."""
 
-    plugin: PluginRelease
+    plugin: str
     vllm: str
     sdk: str
 
@@ -38,7 +37,7 @@ class VllmNeuron(NamedTuple):
         """The methods of speculative decoding: EAGLE 3 came with 0.4, and a draft model ended with vLLM's V0."""
         if self.back_end == "neuron":
             return ("eagle3",)
-        return ("eagle",) if self.plugin == "0.2" else ("eagle", "eagle3")
+        return ("eagle",) if self.vllm == "0.11" else ("eagle", "eagle3")
 
 
 RELEASES: tuple[VllmNeuron, ...] = (
@@ -47,6 +46,7 @@ RELEASES: tuple[VllmNeuron, ...] = (
     VllmNeuron("0.5", "0.16", "2.29 to 2.31"),
     VllmNeuron("0.21", "0.21", "2.31"),
     VllmNeuron("0.24", "0.24", "2.32"),
+    VllmNeuron("0.29", "0.29", "2.33"),
 )
 """By AWS's release notes (nxd-inference.rst, containers.rst, vllm-user-guide-v1.rst), oldest first."""
 
@@ -74,10 +74,11 @@ def hbm_share(options: Mapping[str, Any]) -> float:
     return float(given) if isinstance(given, int | float) and 0 < given <= 1 else 0.9
 
 
-def release_for(machines: str, named: PluginRelease | None = None) -> VllmNeuron:
+def release_for(machines: str, named: str | None = None) -> VllmNeuron:
     """Returns the release to plan for: the named one, else the last that runs on the family of machines."""
-    name = named or LAST_FOR.get(machines, RELEASES[-1].plugin)
-    return next(release for release in RELEASES if release.plugin == name)
+    version = version_of(named or LAST_FOR.get(machines, RELEASES[-1].plugin))
+    known = [RELEASES[0], *(release for release in RELEASES if version_of(release.plugin) <= version)][-1]
+    return known if named is None or version_of(known.plugin) == version else known._replace(plugin=named)
 
 
 def blocks(max_len: int, slots: int, block_size: int) -> int:
@@ -116,11 +117,11 @@ class VllmCapabilities(Capabilities):
         """By the releases of the plugin."""
         if not version:
             return None
-        release = next((item for item in RELEASES if item.vllm == series(version)), None)
-        if release is None:
+        if not reaches(version, RELEASES[0].vllm):
             return f"{version} is of no supported release of vllm-neuron"
-        last = RELEASES.index(release_for(machines))
-        return None if RELEASES.index(release) <= last else f"{version} does not run on {machines}"
+        last = release_for(machines)
+        is_later = last != RELEASES[-1] and not reaches(last.vllm, series(version))
+        return f"{version} does not run on {machines}" if is_later else None
 
     def compiles(self, options: Mapping[str, object], *, emulated: bool) -> bool:
         return not emulated  # on emulated hosts, its CPU back end compiles nothing
@@ -132,9 +133,13 @@ CAPABILITIES = VllmCapabilities(
     runs_code=True,
     imports_long=False,
     own_families=True,
+    weights=MappingProxyType({"llama": ("modelopt fp8", "compressed-tensors kv")}),
+    ropes=MappingProxyType({"llama": MappingProxyType({"llama3": ""})}),
     quantize=("int8", "fp8"),
     quantize_kv=("fp8",),
     drafts=("draft_model", "eagle", "eagle3"),
     serves_adapters=True,
     launches=True,
 )
+"""``weights`` and ``ropes`` are those of the plugin "vLLM Neuron": its features guide (quantization), and its code
+(``llama3/quantization.py``; ``qwen3/model.py`` scales no positions). On NxD Inference, those of that engine."""

@@ -9,7 +9,7 @@ from typing import Any
 from placements.engines.options import Finding, Option, unsettable, wrong_value
 from placements.facts.tables import by_name, read_table
 
-VERSIONS = ("0.11", "0.13", "0.16", "0.21", "0.24", "0.32")
+VERSIONS = ("0.11", "0.13", "0.16", "0.21", "0.24", "0.29", "0.32")
 """The recorded versions of vLLM, oldest first: those of the releases of its Neuron plugin, and the tested CPU build."""
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
+from placements.engines.capabilities import Capabilities
+from placements.engines.nxd_inference.capabilities import CAPABILITIES as NXD
 from placements.engines.server.capabilities import NO_CONTAINER, STARTS_CONTAINER, container_in
 from placements.engines.vllm import capabilities as vllm
 from placements.engines.vllm.flags import check_flags
 from placements.facts.adapters import MODULES, RANKS, max_rank
+from placements.facts.neuron_releases import sdk_named
 from placements.facts.plural import joined
+from placements.facts.topology import Host
 from placements.rules.case import Case, EngineRules, Objection
 from placements.rules.unused_settings import unused
 from placements.spec.notation import is_path
@@ -23,7 +27,14 @@ def releases(case: Case) -> tuple[vllm.VllmNeuron, ...]:
     return tuple(dict.fromkeys(release for release in planned if release is not None))
 
 
-def _plugins(case: Case, *names: vllm.PluginRelease) -> str:
+def planned_packages(case: Case, host: Host) -> Mapping[str, str]:
+    """Returns the distributions of the release of vllm-neuron that the plan counts with on a host."""
+    release = case.spec.vllm_release_on(host)
+    sdk = sdk_named(release.sdk.split()[0]) if release else None
+    return {"vllm-neuron": release.plugin, **sdk.packages} if release and sdk else {}
+
+
+def _plugins(case: Case, *names: str) -> str:
     """Returns the releases of the plugin that the model works with, quoted, in words; "" if there is none."""
     settings = case.spec.engines.get(case.engine, EngineSettings())
     changed = {name: {**case.spec.engines, case.engine: settings.model_copy(update={"plugin": name})} for name in names}
@@ -33,7 +44,7 @@ def _plugins(case: Case, *names: vllm.PluginRelease) -> str:
 def flags_are_known(case: Case) -> Iterator[Problem]:
     """engine_options are flags of vLLM that corewright does not set itself."""
     options = case.model.engine_options
-    versions = [(release.vllm, str(release.plugin)) for release in releases(case)] or [("", "")]
+    versions = [(release.vllm, release.plugin) for release in releases(case)] or [("", "")]
     findings = [finding for version, plugin in versions for finding in check_flags(options, version, plugin)]
     for id, path, fact, hint in {finding.path: finding for finding in findings}.values():
         yield case.problem(id, ("engine_options", *path), fact, hint)
@@ -48,7 +59,7 @@ def plugin_runs_here(case: Case) -> Iterator[Problem]:
                 continue
             where, hint = ("engine",), f'set engines.vllm.plugin: "{last}"'
             if release.back_end == "neuron":
-                fact = f"vllm-neuron {release.plugin} does not run on {machine}: it requires trn2"
+                fact = f"vllm-neuron {release.plugin} does not run on {machine}: it requires trn2 or trn3"
                 yield case.problem("engine-unsupported-here", where, fact, hint)
             else:
                 fact = f"vllm-neuron {release.plugin} is for Neuron SDK {release.sdk}, which requires trn2; "
@@ -66,20 +77,28 @@ def objection_to_draft(case: Case) -> Objection | None:
     return None
 
 
+def readers(case: Case, engine: str) -> Sequence[Capabilities]:
+    """Returns the engine whose code reads the checkpoint, for each release; () on the CPU, where vLLM decides."""
+    return [NXD if release.back_end == "nxd" else vllm.CAPABILITIES for release in releases(case)]
+
+
+def _has_quantized_folder(case: Case) -> bool:
+    given = case.model.engine_options.get("additional_config")
+    inner = given.get("override_neuron_config") if isinstance(given, dict) else None
+    return isinstance(inner, dict) and bool(inner.get("quantized_checkpoints_path"))
+
+
 def weights_are_quantized(case: Case) -> Iterator[Problem]:
     """Each plugin quantizes weights and KV cache in its own way."""
     model = case.model
     for release in releases(case):
         if model.quantize is not None and release.back_end == "neuron":
             fact = f"quantize has no effect on vllm-neuron {release.plugin}: the checkpoint decides it"
-            yield case.problem("quantize-unsupported", ("quantize",), fact, "use a quantized checkpoint")
-        elif model.quantize is not None:
-            given = model.engine_options.get("additional_config")
-            inner = given.get("override_neuron_config") if isinstance(given, dict) else None
-            if not isinstance(inner, dict) or not inner.get("quantized_checkpoints_path"):
-                fact = f"quantize on vllm-neuron {release.plugin} needs the folder of the quantized checkpoint"
-                hint = "set quantized_checkpoints_path in engine_options.additional_config.override_neuron_config"
-                yield case.problem("quantize-unsupported", ("quantize",), fact, hint)
+            yield case.problem("quantize-unsupported", ("quantize",), fact, "remove it")
+        elif model.quantize is not None and not _has_quantized_folder(case):
+            fact = f"quantize on vllm-neuron {release.plugin} needs the folder of the quantized checkpoint"
+            hint = "set quantized_checkpoints_path in engine_options.additional_config.override_neuron_config"
+            yield case.problem("quantize-unsupported", ("quantize",), fact, hint)
         if model.quantize_kv is not None and model.quantize_kv != "fp8":
             fact = f"vllm-neuron supports a KV cache of fp8 or of the dtype, not of {model.quantize_kv}"
             yield case.problem("quantize-unsupported", ("quantize_kv",), fact, "set quantize_kv: fp8")
@@ -257,6 +276,19 @@ def interpreter_is_named(spec: Spec) -> Iterator[Problem]:
         yield Problem("interpreter-unset", "warning", spec.where("models", names[0], "engine"), fact, hint)
 
 
+def plugin_is_known(spec: Spec) -> Iterator[Problem]:
+    """The release of the plugin is one that corewright knows; another one is planned as the last known one before."""
+    settings = spec.engines.get("vllm")
+    if settings is None or settings.plugin is None:
+        return
+    release = vllm.release_for("", settings.plugin)
+    if release not in vllm.RELEASES:
+        known = next(each.plugin for each in vllm.RELEASES if each.vllm == release.vllm)
+        fact = f"vllm-neuron {settings.plugin} is not known to this corewright, and is planned as {known}"
+        hint = "flags, memory and drafts may differ: test a model with it first"
+        yield Problem("engine-version-unknown", "warning", spec.where("engines", "vllm", "plugin"), fact, hint)
+
+
 RULES = EngineRules(
     rules=(
         flags_are_known,
@@ -270,6 +302,9 @@ RULES = EngineRules(
         settings_have_an_effect,
     ),
     of_every_model=(adapters_fit_the_server, adapters_are_of_the_model),
-    of_spec=(launches_can_be_run, interpreter_is_named),
+    of_spec=(launches_can_be_run, interpreter_is_named, plugin_is_known),
     draft=objection_to_draft,
+    packages=planned_packages,
+    readers=readers,
+    other_weights=_has_quantized_folder,
 )

@@ -28,7 +28,7 @@ LLAMA = {
     "vocab_size": 128256,
     "max_position_embeddings": 8192,
 }
-SMALL = ("inf2.xlarge", "inf2.48xlarge")
+SMALL = ("inf2.8xlarge", "inf2.48xlarge")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -105,8 +105,8 @@ def test_times_are_as_long_as_the_errors_of_estimates_allow(advice: Advice) -> N
 
 def test_prices_decide_between_types(source: str) -> None:
     """A machine that costs as much as hundreds of small ones is left for them."""
-    for large, cheapest in ((500.0, "inf2.xlarge"), (1.0, "inf2.48xlarge")):
-        prices = {"inf2.xlarge": 1.0, "inf2.48xlarge": large}
+    for large, cheapest in ((500.0, "inf2.8xlarge"), (1.0, "inf2.48xlarge")):
+        prices = {"inf2.8xlarge": 1.0, "inf2.48xlarge": large}
         line = advise(SizingQuestion(source, instances=SMALL, rps=0.5, prices=prices)).lines[0]
         assert line.candidate.instance == cheapest
         dollars = line.hosts * prices[cheapest] / (0.5 * 128 * 3600) * 1e6
@@ -115,7 +115,7 @@ def test_prices_decide_between_types(source: str) -> None:
 
 def test_a_load_that_nothing_serves_is_an_error_with_the_nearest_candidate(source: str) -> None:
     with pytest.raises(Failed) as caught:
-        advise(SizingQuestion(source, instances=("inf2.xlarge",), ttft_ms=3))
+        advise(SizingQuestion(source, instances=("inf2.8xlarge",), ttft_ms=3))
     problem = caught.value.problem
     assert problem.id == "nothing-serves-load"
     assert "by ttft, at best: a prompt takes up to" in problem.what
@@ -136,5 +136,5 @@ def test_the_slot_holds_a_prompt_and_its_output(source: str) -> None:
 
 def test_degrees_that_do_not_divide_the_heads_are_padded(source: str) -> None:
     chosen = list(candidates(SizingQuestion(source, instances=("inf2.48xlarge",)), Checkpoint.from_config(LLAMA)))
-    assert {candidate.tp_degree for candidate in chosen if candidate.padded} == {12, 24}
+    assert {candidate.tp_degree for candidate in chosen if candidate.padded} == {24}
     assert {candidate.max_batch for candidate in chosen} == {2, 16}

@@ -40,7 +40,7 @@ def test_a_relative_folder_is_found_wherever_the_spec_is_written(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "specs").mkdir()
-    assert cli.run(["advise", "./llama", "--instance", "inf2.xlarge", "--write", "specs/out.yaml"]) == 0
+    assert cli.run(["advise", "./llama", "--instance", "inf2.8xlarge", "--write", "specs/out.yaml"]) == 0
     spec = parse((folder / "specs" / "out.yaml").read_text(), "out.yaml", str(folder / "specs")).spec
     assert spec is not None
     assert Path(spec.models[0].source_path or "") == folder / "llama"
@@ -62,9 +62,30 @@ def test_only_the_given_degrees_and_batches_are_compared(folder: Path, capsys: p
     assert result["compared"] == 4  # each with both types of weights
 
 
+def test_what_others_report_of_the_model_is_shown_with_its_sources(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """For each engine that may be meant; a model of the same size with other rotary positions does not count."""
+    arguments = ["advise", "./llama", "--instance", "inf2.48xlarge", "--degree", "8"]
+    assert cli.run(arguments) == 0
+    text = capsys.readouterr().out
+    source = "gonsoomoon-ml/lab:12-neuron-vllm-nxd-inference/README.md"
+    assert f"Others report on inf2 with nxd-inference: SDK 2.24 served (one report: {source}).\n" in text
+    assert "Others report on inf2 with transformers-neuronx: nothing of this model.\n" in text
+    (folder / "llama" / "config.json").write_text(json.dumps(LLAMA | {"rope_scaling": {"rope_type": "llama3"}}))
+    assert cli.run([*arguments, "--engine", "optimum-neuron", "-o", "json"]) == 0
+    (reported,) = json.loads(capsys.readouterr().out)["evidence"]
+    assert (reported["machines"], reported["engine"]) == ("inf2", "optimum-neuron")
+    assert [(each["sdk"], each["status"]) for each in reported["releases"]] == [
+        ("2.31", "served"),
+        ("2.26", "served"),
+        ("2.22", "served"),
+    ]
+
+
 def test_a_degree_that_is_not_documented_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["advise", "./llama", "--degree", "7"]) == 64
-    assert "7 is not one of 1, 2, 4, 8, 12, 24" in capsys.readouterr().err
+    assert "7 is not one of 1, 2, 4, 8, 12, 16, 24" in capsys.readouterr().err
 
 
 def test_each_model_of_a_trace_gets_buckets(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,7 +110,7 @@ def test_prompts_beyond_the_last_bucket_are_counted(folder: Path, capsys: pytest
         (["./llama", "--instance", "inf1"], 64, "'inf1' is not one of inf2.xlarge"),
         (["./llama", "--engine", "cpu"], 64, "'cpu' is not an engine for Neuron cores"),
         (["./llama", "--max-len", "100"], 64, "shorter than 512 + 128 tokens"),
-        (["./llama", "--instance", "inf2.xlarge", "--line", "99"], 64, "there are"),
+        (["./llama", "--instance", "inf2.8xlarge", "--line", "99"], 64, "there are"),
         (["./llama", "--prices", "missing.yaml"], 1, "prices-wrong: missing.yaml cannot be read: No such file"),
         (["./llama", "--prices", "trace.csv"], 1, "prices-wrong: trace.csv has no prices"),
         (["./nothing"], 1, "checkpoint-unreadable: nothing: "),

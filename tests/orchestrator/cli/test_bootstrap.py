@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import msgspec
@@ -14,14 +15,21 @@ import pytest
 
 from orchestrator.cli import main as cli
 from orchestrator.cli.bootstrap import MachineSituation, ModelReading, bootstrap
-from placements.engines.registry import Engine
+from placements.engines.evidence import ModelVariant, releases_reported
+from placements.engines.registry import ENGINES, Engine
+from placements.facts.checkpoints import Checkpoint
+from placements.facts.topology import family_of
+from placements.spec.parse import parse
+from tests.docs.pages import EXAMPLES
 from tests.doubles.machine import build_machine, make_interpreter
+from tests.published_configs import PUBLISHED
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "bootstrap"
 
 
 def reading(name: str, engine: Engine, family: str | None, kind: str = "generate") -> ModelReading:
-    return ModelReading(name, engine, kind, family, f"fleet.yaml:9:{len(name)}")
+    variant = None if family is None else ModelVariant(family)
+    return ModelReading(name, engine, kind, variant, f"fleet.yaml:9:{len(name)}")
 
 
 ON_2_28 = {"/opt/aws_neuronx_venv_pytorch_2_9_nxd_inference": "2.28"}
@@ -104,6 +112,73 @@ def test_a_model_that_the_image_does_not_serve_is_a_warning() -> None:
     assert other.what.startswith("small: ")
 
 
+FOLDERS = {
+    "/models/zephyr-7b-beta": "HuggingFaceH4/zephyr-7b-beta",
+    "/models/llama-3-8b-instruct": "meta-llama/Meta-Llama-3-8B-Instruct",
+    "/models/tinyllama-1.1b-chat": "TinyLlama/TinyLlama-1.1B-Chat-v1.0",
+}
+"""The checkpoints of docs/on-inf2.md."""
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_no_example_has_a_known_failure_that_it_does_not_name(path: Path) -> None:
+    """On the release that the steps lead to, which is that of its first comment, and on any release of an engine that
+    AWS's images do not have."""
+    text = path.read_text()
+    spec = parse(text, path.name, str(path.parent)).spec
+    assert spec is not None
+    variants: dict[str, ModelVariant] = {}
+    for model in spec.models:
+        config = PUBLISHED.get(FOLDERS.get(model.source, model.source))
+        if config is not None:
+            variants[model.name] = ModelVariant.of(Checkpoint.from_config(config, model.kind))
+    models = tuple(
+        ModelReading(model.name, model.engine, model.kind, variants.get(model.name), "", model.tp_degree)
+        for model in spec.models
+    )
+    instance = spec.hosts[0].instance or "inf2.48xlarge"
+    steps = bootstrap(MachineSituation("0.1.0", None, spec=path.name, instance=instance, models=models))
+    found = [entry.evidence for entry in steps.models if entry.evidence]
+    for model in spec.models:
+        if model.name in variants and ENGINES.get(model.engine, ENGINES["cpu"]).absent:
+            found += releases_reported(variants[model.name], model.engine, family_of(instance))
+    unexplained = [each for each in found if each.status == "failed" and not all(name in text for name in each.sources)]
+    assert unexplained == []
+    named = re.search(r"with Neuron SDK (\d\.\d+)", text.partition("version:")[0].replace("\n# ", " "))
+    if named and not path.stem.startswith(("inf2-48xlarge", "two-types")):  # of models whose reports are not known
+        assert steps.sdk is not None
+        assert steps.sdk.series == named[1]
+
+
+MISTRAL = ModelVariant("mistral", 7_248_023_552)
+TINYLLAMA = ModelVariant("llama", 1_100_048_384)
+QWEN = ModelVariant("qwen2", 1_543_714_304)
+
+
+@pytest.mark.parametrize(
+    ("variants", "installed", "sdk", "statuses"),
+    [
+        ((MISTRAL,), {}, "2.24", ["served"]),
+        ((MISTRAL,), ON_2_28, "2.28", ["nobody reported"]),  # the release of this machine, as nothing fails there
+        ((TINYLLAMA,), {}, "2.28", ["served"]),
+        ((TINYLLAMA, MISTRAL), {}, "2.24", ["served", "served"]),
+        ((QWEN,), {}, "2.27", ["nobody reported"]),
+        ((QWEN,), ON_2_28, "2.27", ["nobody reported"]),  # not that of this machine, on which it is known to fail
+    ],
+)
+def test_the_release_is_one_on_which_the_models_were_served_and_none_fails(
+    variants: tuple[ModelVariant, ...], installed: dict[str, str], sdk: str, statuses: list[str]
+) -> None:
+    models = tuple(ModelReading(f"m{i}", "auto", "generate", each, "", 2) for i, each in enumerate(variants))
+    here = "inf2.48xlarge" if installed else None
+    steps = bootstrap(
+        MachineSituation("0.1.0", here, installed, spec="f.yaml", instance="inf2.48xlarge", models=models)
+    )
+    assert steps.sdk is not None
+    assert steps.sdk.series == sdk
+    assert [model.evidence and model.evidence.status for model in steps.models] == statuses
+
+
 def test_the_command_reads_the_machine_and_the_spec(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -126,7 +201,14 @@ def test_the_command_reads_the_machine_and_the_spec(
     assert answer["machine"] == {"instance": "inf2.24xlarge", "this": "inf2.24xlarge"}
     assert answer["steps"][0]["title"] == "The image: this machine has Neuron SDK 2.28"
     family = json.loads(tiny.read_text())["model_type"]
-    assert answer["models"] == [{"name": "a", "family": family, "engine": "nxd-inference", "reason": None}]
+    (model,) = answer["models"]
+    assert (model["name"], model["family"], model["engine"], model["reason"]) == ("a", family, "nxd-inference", None)
+    assert model["evidence"] == {
+        "status": "nobody reported",
+        "sdk": "2.28",
+        "sources": [],
+        "confidence": None,
+    }
 
     assert cli.run(["doctor", "-o", "json"]) == 0
     report = json.loads(capsys.readouterr().out)

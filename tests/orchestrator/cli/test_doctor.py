@@ -18,20 +18,24 @@ from orchestrator.cli import doctor as doctor_command
 from orchestrator.cli import main as cli
 from orchestrator.cli.diagnosis import FleetReading, InterpreterReading, Readings, Report, report
 from orchestrator.cli.doctor import text
+from orchestrator.control.resolve.spec_file import examine
 from orchestrator.messages.fleet_status import ReplicaInFleet
 from placements.engines.vllm.capabilities import release_for
+from placements.facts.topology import Machine as WholeMachine
 from tests.contracts import PACKAGES
 from tests.doubles import Neuron
 from tests.doubles.machine import Machine, build_machine, make_interpreter
 from tests.orchestrator.fakefleet import LiveAdmin, replica
+from tests.published_configs import PUBLISHED
 from tests.readable import is_readable
 from workers.engines.package_contract import Drift
 from workers.host.facts.machine import HostFacts, NeuronProcess
 from workers.host.facts.neuron_ls import Device
 from workers.host.facts.tools import Versions
-from workers.host.interpreter import Interpreter
+from workers.host.interpreter import Interpreter, vllm_refusal
 
 DEADLINE_S = 30
+WHOLE = WholeMachine(cpus=tuple(range(192)), instance="inf2.48xlarge")
 PAGE = Path(__file__).parents[3] / "docs" / "cli.md"
 FOLDER = "/opt/fleet/lib/python3.12/site-packages"
 DEVICES = tuple(Device(index=index, cores=(2 * index, 2 * index + 1)) for index in range(6))
@@ -127,6 +131,24 @@ def test_missing_devices_are_reported(dev: range, listed: int) -> None:
     assert problems_of(dev=tuple(dev), facts=facts(devices=DEVICES[:listed])) == [("devices-differ", "warning", "")]
 
 
+@pytest.mark.parametrize(
+    ("packages", "count"),
+    [({"neuronx-cc": "2.23.6484.0"}, 1), ({"neuronx-cc": "2.22.12471.0"}, 0), ({}, 1)],
+    ids=["installed", "older", "unknown"],
+)
+def test_what_is_known_to_fail_is_judged_by_the_engines_interpreter(
+    packages: dict[str, str], count: int, tmp_path: Path
+) -> None:
+    """Where it has no compiler, by the release that the plan counts with."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "config.json").write_text(json.dumps(PUBLISHED["Qwen/Qwen3-8B"]))
+    text = "hosts: {instance: inf2.48xlarge}\nmodels: {a: {source: ./a, engine: nxd-inference, tp_degree: 8}}\n"
+    file = examine(text, "f.yaml", str(tmp_path), WHOLE, folders="ignore")
+    reading = InterpreterReading(msgspec.structs.replace(NXD, packages=packages), ("nxd-inference",))
+    problems = list(doctor_command._file_problems(file, [reading]))
+    assert [problem.id for problem in problems] == ["known-failure"] * count
+
+
 def test_unreadable_facts_are_reported_with_the_readers_remedy() -> None:
     fact = "neuron-ls: found neither in /opt/aws/neuron/bin nor on PATH; install aws-neuronx-tools"
     (problem,) = report(dataclasses.replace(WELL, facts=facts(problems=(fact,)))).problems
@@ -191,6 +213,22 @@ def test_the_interpreter_of_vllm_is_checked_for_its_release(packages: dict[str, 
     assert [id for id, *_ in problems_of(interpreters=(WELL.interpreters[0], reading))] == ids
 
 
+@pytest.mark.parametrize(
+    ("installed", "planned", "hint"),
+    [
+        ("0.24.0.1.1.0", "0.29", 'set engines.vllm.plugin: "0.24"'),
+        ("0.33.0.1.4.0", "0.29", 'set engines.vllm.plugin: "0.33"'),  # not known
+        ("0.33.0.1.4.0", "0.33", None),
+        ("0.1.0", "0.29", "install vllm-neuron 0.29"),
+    ],
+)
+def test_another_release_of_the_plugin_can_be_planned(installed: str, planned: str, hint: str | None) -> None:
+    """Known to corewright or not; the first ones are not supported."""
+    packages = {"vllm": installed[:6], "vllm-neuron": installed}
+    refused = vllm_refusal(Interpreter(python="/p", version="3.14.0", packages=packages), release_for("trn2", planned))
+    assert (refused and refused.hint) == hint
+
+
 def test_engine_auto_without_an_installed_engine_is_reported() -> None:
     """Neither in the command's own interpreter nor in those of the spec."""
     own = dataclasses.replace(WELL.interpreters[0], needed_for=("auto",))
@@ -208,12 +246,41 @@ def test_drift_is_reported_for_engines_in_use() -> None:
     assert problems_of(interpreters=with_second(drifts=drifts, needed_for=())) == []
 
 
-def test_an_engine_that_does_not_run_on_this_machine_is_reported() -> None:
-    """NxD Inference 0.9 needs Trainium 2."""
-    drift = dataclasses.replace(NXD_DRIFT, installed="0.9.1", recorded="0.9")
-    assert problems_of(interpreters=with_second(drifts=(drift,))) == [
-        ("engine-unsupported-here", "warning", "fleet.yaml:4:27")
-    ]
+@pytest.mark.parametrize(
+    ("changes", "machine", "ids"),
+    [
+        ({"engine": "transformers-neuronx", "installed": "0.13.798"}, "trn2.48xlarge", ["engine-unsupported-here"]),
+        ({"installed": "0.9.1"}, "inf2.48xlarge", ["engine-in-maintenance"]),
+        ({"installed": "0.10.18399"}, "inf2.48xlarge", ["engine-in-maintenance", "engine-version-unknown"]),
+        ({"installed": "0.10.18399"}, "trn2.48xlarge", ["engine-version-unknown"]),
+        ({"installed": "0.8.1"}, "inf2.48xlarge", []),
+    ],
+)
+def test_a_version_is_compared_with_the_machine_and_the_known_ones(
+    changes: dict[str, Any], machine: str, ids: list[str]
+) -> None:
+    """What runs, or may run, is a warning only."""
+    drift = dataclasses.replace(NXD_DRIFT, **{"recorded": "0.9", **changes})
+    facts = msgspec.structs.replace(WELL.facts, instance_type=machine)
+    interpreters = with_second(drifts=(drift,), needed_for=(drift.engine,))
+    reported = report(dataclasses.replace(WELL, facts=facts, interpreters=interpreters)).problems
+    of_versions = {"engine-unsupported-here", "engine-in-maintenance", "engine-version-unknown"}
+    assert [problem.id for problem in reported if problem.id in of_versions] == ids
+
+
+def test_a_driver_that_is_too_old_for_the_runtime_is_an_error() -> None:
+    """As in a newer container on an older host."""
+    versions = msgspec.structs.replace(WELL.facts.versions, runtime="2.35.30.0", driver="2.26.10.0")
+    facts = msgspec.structs.replace(WELL.facts, versions=versions)
+    assert problems_of(facts=facts) == [("driver-too-old", "error", "")]
+    assert problems_of(facts=msgspec.structs.replace(facts, versions=Versions(runtime="2.35.30.0"))) == []
+
+
+def test_a_device_that_the_driver_calls_unhealthy_is_reported() -> None:
+    """With its failing components."""
+    facts = msgspec.structs.replace(WELL.facts, unhealthy={3: "hbm,sram"})
+    (problem,) = report(dataclasses.replace(WELL, facts=facts)).problems
+    assert (problem.id, problem.what) == ("device-unhealthy", "the driver reports faults of device 3: hbm,sram")
 
 
 def engines_of(*environments: Interpreter) -> dict[str, str]:
@@ -232,7 +299,7 @@ def test_an_engine_in_an_environment_of_the_image_works() -> None:
 @pytest.mark.parametrize(
     ("packages", "engine", "reason"),
     [
-        ({"neuronx-distributed-inference": "0.9.17334"}, "nxd-inference", "0.9.17334 does not run on inf2"),
+        ({"neuronx-distributed-inference": "0.3.5591"}, "nxd-inference", "0.3.5591 is too old"),
         ({"vllm": "0.16.0", "vllm-neuron": "0.5.0"}, "vllm", "0.16.0 does not run on inf2"),
         ({"torch-neuronx": "2.9.0.2.12.22436"}, "torch-neuronx", "has no neuronx-cc and no torch and no"),
         ({}, "transformers-neuronx", "the last image with it: SDK 2.25, Ubuntu 22.04"),
@@ -241,6 +308,15 @@ def test_an_engine_in_an_environment_of_the_image_works() -> None:
 )
 def test_an_engine_that_does_not_work_has_the_reason(packages: dict[str, str], engine: str, reason: str) -> None:
     assert engines_of(msgspec.structs.replace(NXD, packages=packages))[engine].startswith(reason)
+
+
+@pytest.mark.parametrize(("target", "ids"), [("trn2", {"target-differs"}), ("inf2", set()), ("trn1", set())])
+def test_a_target_of_another_machine_is_an_error(target: str, ids: set[str]) -> None:
+    """The variable of the compiler is in the environment of whoever starts `up` here."""
+    own = msgspec.structs.replace(WELL.interpreters[0].interpreter, target=target)
+    first = dataclasses.replace(WELL.interpreters[0], interpreter=own)
+    readings = dataclasses.replace(WELL, interpreters=(first, *WELL.interpreters[1:]))
+    assert {problem.id for problem in report(readings).problems} == ids
 
 
 def test_the_release_of_the_sdk_is_recognized() -> None:

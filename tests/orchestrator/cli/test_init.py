@@ -8,41 +8,27 @@ import pytest
 
 from orchestrator.cli import main as cli
 from orchestrator.cli.init import spec_for
+from placements.engines.evidence import served_on
 from placements.facts.checkpoints import Checkpoint
-from placements.facts.topology import TOPOLOGIES, Machine
+from placements.facts.topology import TOPOLOGIES, Machine, family_of
 from placements.planner.plan import plan
 from placements.planner.spec_hosts import hosts_for
 from placements.rules.checks import check
 from placements.spec.parse import parse
+from tests.published_configs import PUBLISHED
 
-LLAMA_8B = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "num_hidden_layers": 32,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-}
 QWEN = {
     "model_type": "qwen2",
-    "hidden_size": 2048,
-    "intermediate_size": 11008,
-    "num_attention_heads": 16,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_attention_heads": 14,
     "num_key_value_heads": 2,
-    "num_hidden_layers": 36,
+    "num_hidden_layers": 24,
     "vocab_size": 151936,
     "max_position_embeddings": 32768,
     "tie_word_embeddings": True,
 }
-SMALL = QWEN | {
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "num_attention_heads": 14,
-    "num_hidden_layers": 24,
-}
-CONFIGS = {"llama-3.1-8b": LLAMA_8B, "qwen2.5-3b": QWEN, "small": SMALL}
+CONFIGS = PUBLISHED | {"Qwen/Qwen2.5-0.5B-Instruct": QWEN}
 
 
 @pytest.mark.parametrize("instance", TOPOLOGIES)
@@ -52,7 +38,7 @@ def test_a_spec_for_any_instance_type_is_planned_there(instance: str) -> None:
     assert parsed.spec is not None
     assert parsed.problems == ()
     hosts = hosts_for(parsed.spec, Machine((0,)))
-    checkpoints = {model.name: Checkpoint.from_config(CONFIGS[model.name]) for model in parsed.spec.models}
+    checkpoints = {model.name: Checkpoint.from_config(CONFIGS[model.source]) for model in parsed.spec.models}
     assert [problem.what for problem in check(parsed.spec, hosts, checkpoints)] == []
     most = {model.name: model.replicas.max for model in parsed.spec.models}
     placed = plan(parsed.spec, hosts, checkpoints, wanted=most)
@@ -106,3 +92,22 @@ def test_a_gated_model_is_called_so(instance: str) -> None:
     """It cannot be fetched without a token."""
     text = spec_for(TOPOLOGIES[instance], "f.yaml")
     assert ("meta-llama/" in text) == ("gated" in text) == ("HF_TOKEN" in text)
+
+
+@pytest.mark.parametrize("instance", [name for name in TOPOLOGIES if served_on(family_of(name))])
+def test_the_models_are_those_that_others_served_on_one_release(instance: str) -> None:
+    """The file names the release, and the source of each."""
+    text = spec_for(TOPOLOGIES[instance], "f.yaml")
+    spec = parse(text, "f.yaml").spec
+    assert spec is not None
+    reports = {report.model: report for report in served_on(family_of(instance))}
+    for model in spec.models:
+        report = reports[model.source]
+        assert model.tp_degree == int(report.tp_degree)
+        assert f"{model.source}   # served by others: {report.source}" in text
+        assert f"on Neuron SDK {report.sdk}. Reports are few" in text
+
+
+def test_without_reports_the_file_says_so() -> None:
+    """As on trn2."""
+    assert "# No report of these models on such machines is known." in spec_for(TOPOLOGIES["trn2.48xlarge"], "f.yaml")

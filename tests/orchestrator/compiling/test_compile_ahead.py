@@ -24,6 +24,7 @@ from orchestrator.control.resolve.spec_file import load
 from orchestrator.process.failure import Failed
 from orchestrator.process.home import Home
 from tests.checkpoints import make_checkpoint
+from tests.published_configs import PUBLISHED
 from tests.s3 import S3Server
 from tests.workers.played_process import process_of
 from tests.workers.tnx_runs import config
@@ -462,6 +463,20 @@ def test_the_hub_is_checked_first_and_its_failure_loses_no_result(
     assert "hub-push-failed" in said
     assert run(["compile", path, "--push-to-hub", "me/neffs"]) == 1
     assert "compiled" in capsys.readouterr().out
+
+
+def test_a_compile_that_is_known_to_fail_is_announced(
+    played: Played, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before the hours that it takes; only for the models that are compiled."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "config.json").write_text(json.dumps(PUBLISHED["Qwen/Qwen3-8B"]))
+    model = "{source: ./a, engine: nxd-inference, tp_degree: 8}"
+    path = tmp_path / "spec.yaml"
+    path.write_text(f"hosts: {{instance: inf2.48xlarge}}\nmodels: {{x: {model}, y: {model}}}\n")
+    said = compiled(capsys, str(path), "--model", "y")[2]
+    assert "warning: known-failure: y: neuronx-cc does not compile" in said
+    assert "known-failure: x" not in said
 
 
 def test_a_spec_with_errors_is_not_compiled(played: Played, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

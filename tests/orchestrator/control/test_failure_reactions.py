@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from orchestrator.control.decisions.replica_view import BREAKER_PAUSE_S
+from orchestrator.control.decisions.replica_view import BREAKER_PAUSE_S, MAX_REFUSALS
 from orchestrator.control.host_conditions import SET_ASIDE_S, cores_of_devices
 from orchestrator.control.journal.journal import Journal
 from orchestrator.messages.route_table import ModelRoutes
@@ -27,7 +28,8 @@ models:
 """
 PINNED = SPEC.replace("a: {tp_degree: 4}", 'a: {tp_degree: 4, cores: ["0-3"]}')
 HOST = "inf2.48xlarge/0"
-TAKEN = Failure("cores-taken", "nc0-nc3 were asked for", "end it", Reaction.ELSEWHERE)
+TAKEN = Failure("cores-taken", "nc0-nc3 were asked for", "end it", Reaction.ELSEWHERE, held=True)
+REFUSED = Failure("cores-taken", "nc0-nc3 were asked for", "end it", Reaction.ELSEWHERE)
 BROKEN = Failure("memory-uncorrectable", "bad memory", "replace it", Reaction.QUARANTINE)
 FULL = Failure("hbm-exhausted", "the cores' memory is full", "lower max_batch", Reaction.STOP)
 
@@ -65,6 +67,31 @@ async def test_a_pinned_replica_waits_for_its_cores_with_a_reason(fleet: Played)
     assert "0-3" in reason
     assert "withheld" in reason
     assert (fleet.replica("a/0")["cores"], quarantine(fleet)) == ("0-3", {})
+
+
+@starting_fleet(SPEC, loads=False)
+async def test_refused_cores_that_nobody_holds_are_tried_again_before_they_are_set_aside(fleet: Played) -> None:
+    """After 1, 2, 4 and 8 s, without counting as failures; only then the start goes elsewhere."""
+    at: list[float] = []
+    for epoch in range(1, MAX_REFUSALS + 2):
+        await fleet.until(lambda name=f"a/0.{epoch}": name in fleet.cluster.replicas, "asked for")  # type: ignore[misc]
+        at.append(fleet.controller.state.clock())
+        assert (fleet.replica("a/0")["cores"], fleet.replica("a/0")["failures"], quarantine(fleet)) == ("0-3", 0, {})
+        await fails(fleet, f"a/0.{epoch}", REFUSED)
+    await fleet.until(lambda: f"a/0.{MAX_REFUSALS + 2}" in fleet.cluster.replicas, "elsewhere")
+    assert [round(later - before) for before, later in pairwise(at)] == [1, 2, 4, 8]
+    assert fleet.replica("a/0")["cores"] == "8-11"
+    assert set(quarantine(fleet)) == set(range(4))
+
+
+@settled_fleet(PINNED)
+async def test_a_replica_that_served_gets_cores_back_that_are_free_late(fleet: Played) -> None:
+    """Its machine is full: cores that were set aside would leave it without a place for two minutes."""
+    begun = fleet.controller.state.clock()
+    await fails(fleet, "a/0.1", REFUSED)
+    await fleet.until(lambda: fleet.replica("a/0").get("epoch") == 2 and fleet.ready("a"), "ready again", 10.0)
+    assert fleet.controller.state.clock() - begun < 5.0
+    assert "CoresSetAside" not in fleet.happened()
 
 
 @settled_fleet(SPEC)

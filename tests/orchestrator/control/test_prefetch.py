@@ -243,6 +243,15 @@ async def test_a_failed_compilation_fails_the_start_unless_it_needs_a_device(pla
     await played.settled()
 
 
+@starting_fleet(spec(compiles=True), uncompilable=Failure("compile-failed", "an unknown crash", reaction=Reaction.STOP))
+async def test_a_failed_compilation_is_not_repeated_before_an_operator_acts(played: Played) -> None:
+    """Whatever the host has not recognized; a compile may take an hour of all CPUs."""
+    played.cluster.uncompiled = {played.controller.state.current.versions["m"]}
+    await played.until(lambda: played.replica("m/0").get("stopped"), "it is given up", 60.0)
+    await asyncio.sleep(7200.0)  # of virtual time
+    assert played.happened().count("WillCompile") == 1
+
+
 @starting_fleet(spec(degree=24, compiles=True, strategy="in_place"), compile_s=150.0, load_s=5.0)
 async def test_an_update_in_place_is_compiled_while_the_old_replica_serves(played: Played) -> None:
     """The outage is a load, not a compile."""

@@ -28,6 +28,7 @@ from workers.engines.transformers_neuronx.engine import open_transformers_neuron
 from workers.host import file_lock
 from workers.messages.json_form import encoded
 from workers.messages.replica_config import ReplicaConfig
+from workers.messages.status import Failure, Reaction
 from workers.serving import prepare
 
 Checkpoints = Callable[[str], Path]
@@ -266,6 +267,40 @@ def test_a_killed_compile_leaves_no_complete_set_and_no_compiler(
     *_, built = replies_to("compile", replica_config)
     assert isinstance(built, Built)
     assert built.compiled == [result.key]
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize(
+    ("fault", "id", "reaction", "words"),
+    [
+        (
+            {"says": "checking\nsomething that nobody has seen"},
+            "compile-failed",
+            "stop",
+            "something that nobody has seen",
+        ),
+        ({"says": "[NCC_IXCG856] MATCH_REPLACE8 Instruction expects"}, "known-failure", "stop", "MATCH_REPLACE8"),
+        ({"die": True}, "compiler-killed", "retry", "memory"),
+    ],
+)
+def test_only_a_killed_compile_is_repeated(
+    fault: dict[str, Any],
+    id: str,
+    reaction: str,
+    words: str,
+    checkpoint: Checkpoints,
+    machine: Neuron,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the process that compiles for a replica. An unknown failure has the compiler's last lines."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(PROJECT), machine.env["PYTHONPATH"]]))
+    machine.plan({"at": "compile", **fault})
+    order = Order(config=kept(checkpoint("llama"), tmp_path, log=str(tmp_path / "log")))
+    failure = preparation.run_process("compile", order, threading.Event())
+    assert isinstance(failure, Failure)
+    assert (failure.id, failure.reaction) == (id, Reaction(reaction))
+    assert words in failure.what
 
 
 @pytest.mark.compile

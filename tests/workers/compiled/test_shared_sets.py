@@ -8,6 +8,7 @@ import stat
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from workers.compiled.places import SharedSets
 from workers.compiled.prediction import predict
 from workers.compiled.shared_sets import set_location
 from workers.compiled.storage import FolderStorage, storage_at
+from workers.messages.engine_protocol import EngineLoadError
 
 WANTED: dict[str, Any] = {"engine": "e", "shapes": [1, 2]}
 
@@ -87,6 +89,16 @@ def test_a_present_entry_is_not_pushed_again(location: str, tmp_path: Path) -> N
     """Nor replaced by that of another host."""
     shared_sets.push(make(tmp_path / "a"), location)
     assert shared_sets.push(make(tmp_path / "b"), location) == 0
+
+
+def test_an_entry_without_room_is_not_pulled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiling it here would need the same space."""
+    shared = str(tmp_path / "shared")
+    shared_sets.push(make(tmp_path / "a", b"x" * 1000), shared)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
+    with held(tmp_path / "b") as other, pytest.raises(EngineLoadError, match="disk-full") as full:
+        shared_sets.pull_or_log(other, shared)
+    assert str(other.path) in full.value.what
 
 
 def test_an_empty_cache_has_nothing_to_pull(location: str, tmp_path: Path) -> None:

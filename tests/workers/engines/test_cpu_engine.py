@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from placements.engines.cpu.capabilities import CPU_ROPES
+from placements.facts.checkpoints import Checkpoint
 from tests.checkpoints import EOS_ID, FAMILIES, MAX_POSITIONS, VOCAB_SIZE, WINDOW, byte_level_tokenizer, set_eos
 from tests.tiers import everyday
 from workers.batching.batcher import Batcher
@@ -643,6 +645,25 @@ def test_an_older_transformers_is_a_load_error(checkpoint: Checkpoints, monkeypa
     monkeypatch.setattr("transformers.__version__", "4.48.3")
     with pytest.raises(EngineLoadError, match=r"engine-not-installed.*transformers 4.57 or later, not 4.48.3"):
         CpuEngine(checkpoint("llama"), slots=1, max_len=16).load()
+
+
+def test_the_types_of_rotary_positions_are_those_of_transformers() -> None:
+    """`validate` refuses others, which fail to load."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    assert CPU_ROPES.keys() == ROPE_INIT_FUNCTIONS.keys() - {"default"}
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq", "hqq", "compressed-tensors", None])
+def test_weights_that_validate_refuses_do_not_load(checkpoint: Checkpoints, tmp_path: Path, method: str | None) -> None:
+    """The quantizers of transformers need packages that corewright does not install."""
+    copy = shutil.copytree(checkpoint("llama"), tmp_path / "model")
+    config = json.loads((copy / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": method} if method else {"bits": 4}
+    (copy / "config.json").write_text(json.dumps(config))
+    with pytest.raises(EngineLoadError, match="weights-mismatch"):
+        CpuEngine(copy, slots=1, max_len=32, threads=1).load()
+    assert Checkpoint.from_config(config).quantized_by is not None
 
 
 def test_bloom_has_no_maximum_position(checkpoint: Checkpoints) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -40,10 +41,12 @@ from tests.workers.nxdi_traffic import (
 )
 from tests.workers.nxdi_traffic import sources as sources
 from workers.engines.nxd_inference import artifacts
-from workers.engines.nxd_inference.config import NxdSettings
+from workers.engines.nxd_inference.config import NxdSettings, lengths, neuron_options
 from workers.engines.nxd_inference.engine import NxdEngine
+from workers.engines.nxd_inference.precompiled import with_sharding
 from workers.engines.open_engine import open_engine
 from workers.engines.package_contract import Drift
+from workers.engines.weight_files import tensors_of
 from workers.host.neuron_faults import fault_of
 from workers.messages.engine_protocol import EngineLoadError
 from workers.serving.prepare import predict
@@ -95,6 +98,20 @@ def test_a_killed_compile_reports_its_cause(
     assert fault.id == "compiler-killed"
     assert Path(error.hint.split()[-1]).exists()
     opened(sources("llama"), tmp_path / "compiled")
+
+
+@pytest.mark.parametrize(("dtype", "width"), [("fp32", 4), ("bf16", 2)])
+def test_a_compile_without_room_for_its_shards_does_not_begin(
+    dtype: str, width: int, nxd: Neuron, sources: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are a copy of the weights, in the dtype of serving; the compiler may work for an hour before."""
+    tensors = tensors_of(sources("llama") / "model.safetensors").values()
+    disk = SimpleNamespace(free=sum(math.prod(tensor.shape) for tensor in tensors) * width - 1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: disk)
+    error = refused(lambda: opened(sources("llama"), tmp_path / "compiled", dtype=dtype))
+    assert (error.id, str(tmp_path / "compiled") in error.what) == ("disk-full", True)
+    disk.free += 1
+    opened(sources("llama"), tmp_path / "compiled", dtype=dtype)
 
 
 def test_a_compiling_process_does_not_outlive_the_one_that_waits() -> None:
@@ -391,10 +408,25 @@ def test_families_and_windows_that_the_package_lacks_are_refused(
     window = sources("mistral-window")
     draft = refused(lambda: opened(window, tmp_path, draft_source=str(window), draft_k=2))
     assert (draft.id, "for mistral with a draft" in draft.what) == ("window-not-kept", True)
-    opened(window, tmp_path)
+    opened(window, tmp_path, prefill_buckets=[32, 64])
     play(monkeypatch, "0.6")
     assert refused(lambda: opened(window, tmp_path)).id == "window-not-kept"
     opened(window, tmp_path, max_len=WINDOW, prefill_buckets=[WINDOW], decode_buckets=[WINDOW])
+
+
+def test_no_bucket_of_prompts_is_shorter_than_a_sliding_window(
+    nxd: Neuron, sources: Checkpoints, tmp_path: Path
+) -> None:
+    """Its graph reads as many tokens as the window has. By default the shortest bucket is the window."""
+    short = refused(lambda: opened(sources("mistral-window"), tmp_path / "compiled"))
+    assert (short.id, short.hint) == ("bad-buckets", f"use buckets of {WINDOW} tokens or more")
+    source = Path(shutil.copytree(sources("mistral-window"), tmp_path / "model"))
+    edit(source, sliding_window=300)
+    settings = NxdSettings.of(replica_config(source, None, max_len=1000, prefill_buckets=[], decode_buckets=[]))
+    settings = with_sharding(settings)
+    sizes = lengths(settings)
+    assert (sizes.context_buckets, sizes.decode_buckets) == ((300, 600, 1000), (128, 256, 512, 1000))
+    assert neuron_options(settings, sizes, (0, 8), "")["attn_kernel_enabled"] is False  # the window's own kernel
 
 
 @pytest.mark.parametrize(

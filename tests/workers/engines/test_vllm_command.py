@@ -48,6 +48,12 @@ def test_the_cpu_back_end_runs_in_one_process_without_the_degree() -> None:
     )
 
 
+def test_the_server_finds_the_commands_of_its_own_interpreter_first() -> None:
+    """Its plugin calls the compiler by its name."""
+    installed = VllmInstallation((0, 13), "nxd", scripts="/opt/vllm/bin")
+    assert environment(config(), installed, Path("/f"))["PATH"].split(":")[0] == "/opt/vllm/bin"
+
+
 def test_nxd_inference_has_one_block_for_each_slot_and_samples_on_the_host() -> None:
     """The golden command line of the plugin on NxD Inference."""
     assert command("nxd", (0, 13)) == (
@@ -138,6 +144,13 @@ def test_each_plugin_gets_its_cores_by_its_own_variable() -> None:
     assert (old["NEURON_CC_FLAGS"], new.get("NEURON_CC_FLAGS")) == ("-O1", None)
     assert (old["VLLM_PLUGINS"], new["VLLM_PLUGINS"], cpu.get("VLLM_PLUGINS")) == ("neuron", "neuron", None)
     assert new["PROMETHEUS_MULTIPROC_DIR"] == "/f/metrics"
+
+
+def test_the_back_end_is_named_from_0_29_on() -> None:
+    """It is the default there, but only its name turns the Precompile Cache on."""
+    named = [env("neuron", version).get("VLLM_NEURON_BACKEND") for version in ((0, 24), (0, 29), (0, 33))]
+    assert named == [None, "neuron_native", "neuron_native"]
+    assert "VLLM_NEURON_BACKEND" not in env("nxd", (0, 29)) | env("cpu", (0, 29))
 
 
 def test_the_time_limits_of_vllm_are_the_deadline_of_the_start() -> None:

@@ -45,6 +45,13 @@ def test_every_form_of_the_output_gives_devices_and_cores(
     assert listing.instance_type == instance_type
 
 
+def test_the_instance_may_stand_in_an_object_of_its_own() -> None:
+    """Neuron 2.34 adds fields at the top, whose names AWS has not published."""
+    devices = json.loads(sample("inf2.48xlarge"))
+    listing = parse_neuron_ls(json.dumps({"instance": {"instance_type": "inf2.48xlarge"}, "devices": devices}))
+    assert (listing.instance_type, len(listing.devices), listing.problems) == ("inf2.48xlarge", 12, ())
+
+
 def test_a_healthy_output_gives_no_problems() -> None:
     """Fields that are null on hosts with one device are not problems."""
     assert [parse_neuron_ls(sample(name)).problems for name in ("inf2.48xlarge", "trn1.2xlarge", "trn2.48xlarge")] == [

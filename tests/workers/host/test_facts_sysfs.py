@@ -33,6 +33,13 @@ def test_files_are_found_where_another_release_has_them() -> None:
     assert parse_sysfs(moved) == parse_sysfs(FILES)
 
 
+@pytest.mark.parametrize(("text", "unhealthy"), [("hbm,sram\n", "hbm,sram"), ("\n", ""), ("none\n", "")])
+def test_the_driver_names_the_parts_of_a_device_that_fail(text: str, unhealthy: str) -> None:
+    """From driver 2.30 on (release notes of Neuron 2.32)."""
+    files = FILES | {"neuron1/stats/hardware/health_status/unhealthy_components": text}
+    assert [device.unhealthy for device in parse_sysfs(files).devices] == ["", unhealthy]
+
+
 @pytest.mark.parametrize(
     ("path", "text", "problem"),
     [

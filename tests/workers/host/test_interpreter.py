@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.doubles.machine import make_interpreter
 from workers.host.interpreter import Interpreter, Interpreters, probe, refusal
 
 FLEET = {"ray": "2.60.0", "python_minor": "3.11", "corewright": "0.1.0"}
@@ -91,6 +92,27 @@ def changed(**fields: Any) -> Interpreter:
     return Interpreter(**{**{name: getattr(SOUND, name) for name in SOUND.__struct_fields__}, **fields})
 
 
+@pytest.mark.parametrize(("beside", "absent"), [((), ("neuronx-cc",)), (("neuronx-cc",), ())])
+def test_a_probe_has_the_commands_that_an_installed_package_lacks(
+    beside: tuple[str, ...], absent: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of other environments on PATH do not count: their compiler may have another version."""
+    python, other = make_interpreter(tmp_path / "venv", neuron=False), tmp_path / "other"
+    other.mkdir()
+    for folder, names in ((other, ("neuronx-cc",)), (python.parent, beside)):
+        for name in names:
+            script(folder / name, "exit 0")
+    info = tmp_path / "site" / "neuronx_cc-2.21.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: neuronx-cc\nVersion: 2.21\n")
+    monkeypatch.setenv("PYTHONPATH", str(info.parent))
+    monkeypatch.setenv("PATH", f"{other}:{os.environ['PATH']}")
+
+    probed = probe(str(python), 30.0)
+
+    assert (probed.scripts, probed.absent) == (str(python.parent), absent)
+
+
 @pytest.mark.parametrize(
     ("interpreter", "engine", "id", "detail"),
     [
@@ -102,6 +124,10 @@ def changed(**fields: Any) -> Interpreter:
         (changed(folders={"workers": None}), None, "interpreter-corewright-differs", "not found: workers"),
         (SOUND, "transformers-neuronx", "engine-not-installed", "no transformers-neuronx"),
         (changed(packages={"numpy": "2.0"}), "cpu", "engine-not-installed", "has no torch and no safetensors"),
+        (
+            changed(scripts="/opt/venv/bin", absent=("neuronx-cc",)),
+            *("nxd-inference", "engine-not-installed", "/opt/venv/bin has no neuronx-cc, which the Neuron packages"),
+        ),
         (
             changed(packages={**SOUND.packages, "transformers": "4.56.2"}),
             *("cpu", "engine-not-installed", "needs 4.57 or later"),

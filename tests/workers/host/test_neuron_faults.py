@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 
 import pytest
 
+from placements.facts.known_failures import KNOWN_FAILURES
 from workers.host import host_facts
-from workers.host.neuron_faults import STATUS_NAMES, after_serving, fault_of
+from workers.host.neuron_faults import STATUS_NAMES, after_serving, explained, fault_of
 from workers.messages.status import Failure, Reaction
 
 STAMP = "2023-Jan-09 20:27:41.0593 15042:15042 ERROR  "
@@ -123,8 +125,231 @@ LINES = [
         "libnccom.so",
     ),
     ("RX, connection closed by remote peer", "collectives-failed", "retry", ""),
-    (STAMP + "NMGR:dlr_infer   Inference completed with err: 1006. mode->h_nn=1001", "runtime-failed", "retry", "1006"),
+    (STAMP + "NMGR:dlr_infer   Inference completed with err: 1006. mode->h_nn=1001", "out-of-bounds", "stop", "1006"),
+    (STAMP + "NMGR:dlr_infer   Inference completed with err: 1002. mode->h_nn=1001", "runtime-failed", "retry", "1002"),
 ]
+
+# (the issue or document, the text that it shows, the fault's id, its reaction, a part of its hint)
+REPORTED = [
+    (
+        "aws-neuron/aws-neuron-sdk#1303",
+        "[INTERNAL_ERROR] [NCC_IXCG856] MATCH_REPLACE8 Instruction expects at least 8 input elements per partition",
+        "known-failure",
+        "stop",
+        "aws-neuron/aws-neuron-sdk#1303",
+    ),
+    (
+        "aws-neuron/aws-neuron-sdk#1304",
+        "ERROR LOWERING Traceback:\n[NCC_ITEN404] Internal tensorizer error: SimplifyNeuronTensor:idx i0: <class",
+        "known-failure",
+        "stop",
+        "remove engine_options.prefix_cache (aws-neuron/aws-neuron-sdk#1304)",
+    ),
+    (
+        "aws-neuron/aws-neuron-sdk#947",
+        "[TEN404] Internal tensorizer error: NeuronValueNumbering:insertAtEnd()",
+        "known-failure",
+        "stop",
+        "SDK 2.27",
+    ),
+    (
+        "aws-neuron/aws-neuron-sdk#1365",
+        "ERROR [job.WalrusDriver.0]: Backend exited with code -6 and stderr:\nwalrus_driver: Hwm.cpp:325: "
+        'virtual int64_t bir::Hwm::getLatency(const bir::InstRangeSelect&) const: Assertion `false && "getLatency( '
+        "const InstRangeSelect & ) not implemented\"' failed.",
+        "known-failure",
+        "stop",
+        "SDK 2.28",
+    ),
+    (
+        "aws-neuron/aws-neuron-sdk#1000",
+        "ERROR 3808 [job.WalrusDriver.0]: Backend exited with code -6 and stderr: No existing axis k2 found",
+        "compiler-crashed",
+        "stop",
+        "another release",
+    ),
+    (
+        "aws-neuron/aws-neuron-sdk#751",
+        'The neuronx-cc (neuron compiler) crashed (SEGFAULT)."',
+        "compiler-crashed",
+        "stop",
+        "another release",
+    ),
+    (
+        "aws-neuron/aws-neuron-sdk#1369",
+        'RuntimeError: neuronx-cc compilation failed with 70. Check compiler logs.\nERROR   File ".../neuron_parallel_'
+        'state.py", line 1318, in tp_barrier\nERROR RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed',
+        "known-failure",
+        "retry",
+        "start it again",
+    ),
+    (
+        "vllm-project/vllm#11189",
+        "Failed compilation with ['neuronx-cc', 'compile', '--target=trn1']: 2024-12-14T00:55:07Z [XCG863] (uint32<1 x "
+        "8> $13494:13494)0: ISA check failed - Please open a support ticket",
+        "known-failure",
+        "stop",
+        "vllm-project/vllm#11189",
+    ),
+    (
+        "aws-neuron/aws-neuron-samples#40",
+        "Failed compilation with ['neuronx-cc', '--target=trn1', 'compile', '--verbose=35']: 2023-09-19T09:36:54Z Too "
+        "many instructions after unroll for function sg0000 !",
+        "graph-exceeds-instructions",
+        "stop",
+        "raise tp_degree",
+    ),
+    (
+        "aws-neuron/aws-neuron-sdk#819",
+        "[LUR015]  Compiler generated too many instructions (6888787).",
+        "graph-exceeds-instructions",
+        "stop",
+        "raise tp_degree",
+    ),
+    (
+        "aws-neuron/aws-neuron-sdk:compiler/error-codes/EOOM001.rst",
+        "[NCC_EOOM001] The combined memory needed for the model tensors exceeds the high-bandwidth memory limit.",
+        "graph-exceeds-hbm",
+        "stop",
+        "max_batch",
+    ),
+    (
+        "philschmid/huggingface-inferentia2-samples#12",
+        "[XCG815]  Estimated peak HBM usage (19.000523) exceeds 16GB. Neff won't be able to load on chip",
+        "graph-exceeds-hbm",
+        "stop",
+        "max_batch",
+    ),
+    (
+        "aws-neuron/aws-neuron-sdk#749",
+        "Failed compilation with ['neuronx-cc', '--target=trn1', 'compile', '--verbose=35']: something new",
+        "compiler-failed",
+        "stop",
+        "optlevel",
+    ),
+    (
+        "huggingface/optimum-neuron#698",
+        "/usr/local/lib/python3.10/dist-packages/neuronxcc/starfish/bin/walrus_driver: error while loading shared "
+        "libraries: libxml2.so.2: cannot open shared object file: No such file or directory",
+        "environment-incomplete",
+        "stop",
+        "PATH",
+    ),
+    (
+        "aws-neuron/aws-neuron-sdk#737",
+        "RuntimeError: neuronx-cc compiler binary does not exist",
+        "environment-incomplete",
+        "stop",
+        "PATH",
+    ),
+    (
+        "aws-neuron/aws-neuron-samples#69",
+        "FileNotFoundError: [Errno 2] No such file or directory: 'libneuronpjrt-path'",
+        "environment-incomplete",
+        "stop",
+        "libneuronxla",
+    ),
+    (
+        "aws-neuron/aws-neuron-sdk#1222",
+        "the process that compiled m ended with exit code -9",
+        "compiler-killed",
+        "retry",
+        "more memory",
+    ),
+    (
+        "aws-neuron/aws-neuron-sdk#287",
+        "A process in the process pool was terminated abruptly while the future was running or pending.",
+        "compiler-killed",
+        "retry",
+        "more memory",
+    ),
+    (
+        "aws-neuron/aws-neuron-sdk#1306",
+        "NRT:nrt_infodump   Failure: NRT_EXEC_OOB in nrt_execute()",
+        "out-of-bounds",
+        "stop",
+        "NEURON_RT_DBG_DUMP_INPUTS_ON_ERR",
+    ),
+    (
+        "aws-neuron/aws-neuron-sdk#351",
+        'Execute failed: nrt_execute: status=1004, error message="Execution was completed with other errors".',
+        "execution-failed",
+        "elsewhere",
+        "log",
+    ),
+    (
+        "aws-neuron/aws-neuron-sdk#1338",
+        "ERROR   NRT:nrt_allocate_neuron_cores   NeuronCore(s) not available - Requested:1 Available:0",
+        "cores-taken",
+        "elsewhere",
+        "a dead one left them taken",
+    ),
+    (
+        "aws-neuron/aws-neuron-sdk#1189",
+        "NRT:nrt_infodump   Failure: NRT_INVALID in nrt_load()",
+        "neff-invalid",
+        "stop",
+        "compiled again",
+    ),
+    (
+        "aws-neuron/aws-neuron-sdk:neuron-runtime/api/nrt_status.rst",
+        "RuntimeError: nrt_load_collectives status=2",
+        "neff-invalid",
+        "stop",
+        "compiled again",
+    ),
+    (
+        "aws-neuron/aws-neuron-sdk#713",
+        "[18] bootstrap.cc:106 CCOM WARN Call to accept failed : Too many open files\n"
+        "RX, connection closed by remote peer",
+        "open-files-exhausted",
+        "stop",
+        "ulimit -n 65536",
+    ),
+    (
+        "aws-neuron/aws-neuron-sdk#718",
+        "RuntimeError: The PyTorch Neuron Runtime could not be initialized. Neuron Driver issues are logged",
+        "runtime-not-started",
+        "elsewhere",
+        "dmesg",
+    ),
+    (
+        "aws-neuron/aws-neuron-samples#44",
+        "RuntimeError: Neuron runtime cannot be initialized; cannot determine the number of available NeuronCores",
+        "runtime-not-started",
+        "elsewhere",
+        "neuron-ls",
+    ),
+    (
+        "aws-solutions-library-samples/guidance-for-machine-learning-inference-on-aws#2",
+        "ERROR NRT:nrt_init  Unable to determine Neuron Driver version. Please check aws-neuron-dkms.",
+        "no-devices",
+        "stop",
+        "lsmod",
+    ),
+    (
+        "aws-neuron/aws-neuron-sdk:neuron-runtime/faq.rst",
+        "ERROR NRT:nrt_init This runtime requires Neuron Driver version 2.0 or greater. Please upgrade the",
+        "known-failure",
+        "stop",
+        "update aws-neuronx-dkms",
+    ),
+]
+
+
+@pytest.mark.parametrize(("source", "text", "id", "reaction", "hint"), REPORTED, ids=[each[0] for each in REPORTED])
+def test_what_others_have_reported_is_recognized(source: str, text: str, id: str, reaction: str, hint: str) -> None:
+    """A generic match of its code does not count: the hint helps with this failure."""
+    fault = fault_of(RuntimeError("boom"), ["loading", *text.splitlines()])
+    assert fault is not None
+    assert (fault.id, fault.reaction) == (id, Reaction(reaction))
+    assert hint in fault.hint
+
+
+def test_every_text_of_a_known_failure_has_been_seen() -> None:
+    """Each text of the table matches one of a report."""
+    texts = {row.text for row in KNOWN_FAILURES if row.text}
+    assert {text for text in texts if any(re.search(text, each[1]) for each in REPORTED)} == texts
 
 
 @pytest.mark.parametrize(("line", "id", "reaction", "detail"), LINES, ids=[f"{i}-{x[1]}" for i, x in enumerate(LINES)])
@@ -147,6 +372,8 @@ STATUSES = {
     11: "out-of-memory",
     101: "device-failed",
     1003: "numerical-error",
+    1004: "execution-failed",
+    1006: "out-of-bounds",
     1005: "cores-taken",
     1100: "collectives-failed",
     1200: "collectives-hung",
@@ -228,6 +455,28 @@ def test_a_replica_that_has_served_is_retried_instead_of_stopped() -> None:
     broken = Failure("device-failed", "dead", reaction=Reaction.QUARANTINE)
     assert after_serving(full).reaction is Reaction.RETRY
     assert after_serving(broken) == broken
+
+
+def test_an_unknown_failure_of_a_compilation_stops_with_its_last_lines(tmp_path: Path) -> None:
+    """It would fail again. The compiler's output is the cause, or in the log; a full disk may be freed."""
+    failure = Failure("compile-failed", "compiling m ended with exit code 3", "its output is in /c.log")
+    error = RuntimeError("compile-failed")
+    output, log = "\n".join(["INFO compiling", *(f"line {i}" for i in range(9)), "  "]), tmp_path / "m.log"
+    log.write_text(output)
+    last = "compiling m ended with exit code 3; its last lines: line 4; line 5; line 6; line 7; line 8"
+    expected = Failure("compile-failed", last, failure.hint, Reaction.STOP)
+    assert explained(failure, error, str(log)) == expected
+    log.write_text("the compilers write elsewhere")
+    error.__cause__ = RuntimeError(output)
+    assert explained(failure, error, str(log)) == expected
+    error.__cause__ = OSError(28, "No space left on device")
+    assert explained(failure, error, str(log)) == failure
+
+
+def test_an_engines_own_text_of_a_fault_keeps_the_faults_reaction() -> None:
+    """The engine has added the bucket to it, in another process."""
+    own = Failure("graph-exceeds-hbm", "the bucket of 512 tokens is not compiled")
+    assert explained(own, RuntimeError("boom"), "").reaction is Reaction.STOP
 
 
 def test_a_long_output_is_searched_within_seconds() -> None:

@@ -16,6 +16,7 @@ from workers.serving import replica
 @pytest.fixture(autouse=True)
 def set_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     """A profile or an image may set them."""
+    monkeypatch.setenv("PATH", f"/opt/another/bin:{os.environ['PATH']}")
     for name in NEVER_SET:
         monkeypatch.setenv(name, "2")
 
@@ -24,6 +25,13 @@ def set_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     "name",
     [
         "NEURON_RT_NUM_CORES",
+        "NEURON_RT_VIRTUAL_CORE_SIZE",
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_PORT",
+        "NEURON_RT_ROOT_COMM_ID",
+        "NXD_CPU_MODE",
         "NEURON_RANK_ID",
         "NEURON_LOCAL_TP",
         "NEURON_PP_STAGES",
@@ -31,8 +39,8 @@ def set_variables(monkeypatch: pytest.MonkeyPatch) -> None:
         "NEURON_VOCAB_PAD_DIVISOR",
     ],
 )
-def test_a_replica_removes_variables_for_models_over_several_hosts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines read them at import."""
+def test_a_replica_removes_variables_of_groups_of_processes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines read them at import or when they load."""
     monkeypatch.setattr(replica, "NEURON_MODULES", frozenset())  # torch is already imported in this process
     replica.set_environment({})
     assert name not in os.environ
@@ -44,6 +52,14 @@ def test_a_replica_has_the_variables_of_its_plan(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "0-7")
     replica.set_environment({"NEURON_RT_VISIBLE_CORES": "8-15"})
     assert os.environ["NEURON_RT_VISIBLE_CORES"] == "8-15"
+
+
+def test_a_replica_finds_the_commands_of_its_own_interpreter_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neuron's packages call the compiler by its name."""
+    monkeypatch.setattr(replica, "NEURON_MODULES", frozenset())
+    replica.set_environment({})
+    first, second, *_ = os.environ["PATH"].split(":")
+    assert (first, second) == (str(Path(sys.executable).parent), "/opt/another/bin")
 
 
 def test_a_child_process_starts_without_them(tmp_path: Path) -> None:

@@ -156,7 +156,7 @@ def test_the_failure_of_taken_cores_has_their_owner(
 
     taken = failure(RuntimeError(TAKEN), tmp_path / "none.log")
 
-    assert (taken.id, taken.reaction) == ("cores-taken", Reaction.ELSEWHERE)
+    assert (taken.id, taken.reaction, taken.held) == ("cores-taken", Reaction.ELSEWHERE, True)
     assert "nc2-nc3 were requested, 1 of them" in taken.what
     assert f"held: nc3 by pid {holder.pid} (python)" in taken.what
 

@@ -18,6 +18,7 @@ from workers.text.tokenizer import (
     TemplateInput,
     Tokenizer,
     load_tokenizer,
+    own_class,
 )
 
 CHAT = [
@@ -138,6 +139,58 @@ def test_a_tokenizer_that_cannot_be_read_is_a_load_error(
         load_tokenizer("cpu", str(tmp_path))
     assert caught.value.id == id
     assert str(tmp_path) in caught.value.what
+
+
+def with_code(path: Path, named: object) -> Path:
+    """A tokenizer of a class that only the checkpoint's code has; the code would leave a mark."""
+    save_tokenizer(path)
+    settings = json.loads((path / "tokenizer_config.json").read_text())
+    settings |= {"tokenizer_class": "MyTokenizer", "auto_map": named}
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (path / "tokenization_my.py").write_text(f"open({str(path / 'mark')!r}, 'w')")
+    return path
+
+
+NAMED = [
+    {"AutoTokenizer": ["tokenization_my.MyTokenizer", None]},
+    {"AutoTokenizer": "tokenization_my.MyTokenizer"},
+    ["tokenization_my.MyTokenizer", None],
+]
+
+
+@pytest.mark.parametrize("named", NAMED)
+def test_a_tokenizer_json_is_read_without_the_class_of_the_checkpoint(
+    hub: Tokenizer, tmp_path: Path, named: object
+) -> None:
+    """With the same ids and chats, and without running the code, for all forms of auto_map."""
+    tokenizer = load_tokenizer("cpu", str(with_code(tmp_path, named)))
+    assert tokenizer.encode("Hello wörld 日本") == hub.encode("Hello wörld 日本")
+    assert tokenizer.apply_chat_template(TemplateInput(CHAT)) == hub.apply_chat_template(TemplateInput(CHAT))
+    assert not (tmp_path / "mark").exists()
+
+
+@pytest.mark.parametrize("named", NAMED)
+def test_a_tokenizer_that_is_only_code_is_refused(tmp_path: Path, named: object) -> None:
+    """Without tokenizer.json; the error names the code."""
+    (with_code(tmp_path, named) / "tokenizer.json").rename(tmp_path / "vocab.json")
+    with pytest.raises(EngineLoadError, match=r"tokenizer-needs-code.*tokenization_my\.MyTokenizer"):
+        load_tokenizer("cpu", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"tokenizer_class": "LlamaTokenizer", "auto_map": NAMED[0]},
+        {"tokenizer_class": "LlamaTokenizerFast", "auto_map": NAMED[0]},
+        {"tokenizer_class": "MyTokenizer", "auto_map": {"AutoConfig": "my.MyConfig"}},
+        {"tokenizer_class": "MyTokenizer"},
+        [],
+    ],
+)
+def test_a_class_that_transformers_has_needs_no_code(tmp_path: Path, settings: object) -> None:
+    """Nor does one without auto_map for tokenizers."""
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert own_class(tmp_path) is None
 
 
 def test_an_engine_with_a_model_needs_a_tokenizer_directory() -> None:

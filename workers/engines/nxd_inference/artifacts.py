@@ -9,12 +9,13 @@ import sys
 from pathlib import Path
 
 from workers.compiled.compile_session import CompileSession
-from workers.compiled.host_sets import Buildable, LockedEntry, Tell
+from workers.compiled.host_sets import Buildable, LockedEntry, Tell, check_room
 from workers.compiled.neuron_cache import WRAPPER_FLAGS
 from workers.engines.compiled_engine import compile_main, run_compile
 from workers.engines.manifest_parts import NXD_PACKAGES, checkpoint_digests, neuron_build, versions_of
 from workers.engines.nxd_inference.config import NxdSettings, lengths, neuron_options
 from workers.engines.nxd_inference.package import DISTRIBUTION, Package, build_config, import_package
+from workers.engines.weight_files import copy_bytes
 
 MODULE = "workers.engines.nxd_inference.artifacts"
 MODEL, QUANTIZED, WORK = "model", "quantized", "work"  # in an entry
@@ -37,6 +38,9 @@ def unit(settings: NxdSettings, package: Package, root: Path | None, read: bool 
     }
 
     def make(held: LockedEntry, tell: Tell) -> None:
+        if not settings.presharded:
+            weights = filter(None, (settings.quantized_source or settings.source, settings.draft_source))
+            check_room(held.path, sum(copy_bytes(Path(source), settings.dtype) for source in weights))
         compile_in_subprocess(settings, held)
         held.finish(settings.source)
 

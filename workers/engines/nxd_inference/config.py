@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from placements.engines import options as tables
-from placements.engines.capabilities import SHORTEST_BUCKET
+from placements.engines.capabilities import SHORTEST_BUCKET, Dtype
 from placements.engines.nxd_inference.capabilities import (
     NXD_E5M2,
     NXD_QUANTIZED_DTYPES,
@@ -21,7 +21,9 @@ from placements.engines.nxd_inference.capabilities import (
 )
 from placements.engines.nxd_inference.kv_blocks import OPTIONS as BLOCK_OPTIONS
 from placements.engines.nxd_inference.kv_blocks import KvBlocks, kv_blocks, prefix_buckets, refusals
+from placements.facts.checkpoints import CheckpointError, sliding_window
 from workers.batching.buckets import ladder
+from workers.compiled import neuron_target
 from workers.engines.engine_setup import CheckpointSettings, checked_lengths, dtype_on
 from workers.messages.engine_protocol import EngineLoadError
 
@@ -38,7 +40,7 @@ class NxdSettings(CheckpointSettings, frozen=True):
     """The part of a replica's configuration that the artifacts and their use depend on."""
 
     source: str
-    dtype: str
+    dtype: Dtype
     slots: int
     max_len: int
     tp_degree: int
@@ -52,6 +54,7 @@ class NxdSettings(CheckpointSettings, frozen=True):
     fuse_qkv: bool | None
     engine_options: dict[str, Any]
     allow_pickle: bool
+    window: int = 0  # tokens of the sliding window, if a slot is longer (``precompiled.with_sharding``)
     presharded: bool = False  # the source has only the sharded weights of each core (``precompiled.with_sharding``)
 
     @property
@@ -85,17 +88,32 @@ class GraphLengths:
         return self.token_buckets[-1]
 
 
+def window_of(config: Mapping[str, Any]) -> int | None:
+    """Returns the length of the sliding window, where the model of a config.json has one. Raises EngineLoadError."""
+    try:
+        return sliding_window(str(config.get("model_type")), config)
+    except CheckpointError as error:
+        raise EngineLoadError("config-unreadable", error.what, error.hint) from error
+
+
 def lengths(settings: NxdSettings) -> GraphLengths:
     """Returns the buckets of ``settings``, by default doubling ones up to max_len. Raises EngineLoadError.
+
+    The graph of a prompt copies as many keys as the KV cache of a sliding window has, also from shorter prompts
+    (``attention/utils.get_last_kv_window``): a bucket that is shorter than the window would be read beyond its end.
 
     With a draft, a slot on the device is longer than max_len by the tokens of one step: every step is speculative,
     since no other decode graph is compiled, and the last one writes its guesses after max_len. The bucket must be
     larger than position + speculation_length (``model_wrapper.get_target_bucket`` compares with ``<``).
     """
+    prompts = ladder(max(SHORTEST_BUCKET, settings.window), settings.max_len)
     default = ladder(SHORTEST_BUCKET, settings.max_len)
     context, decode = checked_lengths(
-        settings.prefill_buckets or default, settings.decode_buckets or default, settings.max_len
+        settings.prefill_buckets or prompts, settings.decode_buckets or default, settings.max_len
     )
+    if context[0] < settings.window:
+        message = f"a prefill bucket of {context[0]} tokens is shorter than the sliding window of {settings.window}"
+        raise EngineLoadError("bad-buckets", message, f"use buckets of {settings.window} tokens or more")
     ahead = settings.speculation_length
     if 1 in context or ahead in context:
         # The graph distinguishes prompts from steps by width (``model_base``: "1" or "speculation_length" is a step).
@@ -151,6 +169,10 @@ def neuron_options(settings: NxdSettings, sizes: GraphLengths, release: Release,
         options["logical_nc_config"] = int(lnc)
     if settings.fuse_qkv is not None:
         options["fused_qkv"] = settings.fuse_qkv
+    if settings.window and neuron_target.current().name in (None, "inf2", "trn1"):
+        # Else, for prompts of 512 tokens and more, `modules/sliding_window/attention.flash_fwd`, whose lengths are
+        # multiples of 512, or from 2048 on of 2048, and whose products are in bf16 (0.6 to 0.8).
+        options["attn_kernel_enabled"] = False
     if settings.presharded:
         options["skip_sharding"] = True  # a load still reads the weights of each core
     if sizes.blocks is not None:

@@ -85,7 +85,6 @@ class NxdEngine(CompiledEngine):
 
     def _load(self, scratch: Path) -> None:
         settings = self._settings = precompiled.with_sharding(self._settings)
-        sizes = lengths(settings)
         source = read_config(Path(settings.source))
         eos = eos_token_ids(Path(settings.source), source)
         check_length(settings.max_len, positions_of(source))
@@ -93,6 +92,7 @@ class NxdEngine(CompiledEngine):
         package_contract.log_drift("nxd-inference", log)
         # Built here only to check it: in the compiling process it would be just another failed compile.
         kind, config = _build_config(package, settings)
+        sizes = lengths(settings)
         model = precompiled.find(Path(settings.source))
         if model is not None:
             precompiled.check(model, settings, config, nxd_artifacts.unit(settings, package, None).manifest)

@@ -19,11 +19,17 @@ from placements.engines.nxd_inference.capabilities import (
     nxd_release,
 )
 from placements.engines.registry import ENGINES
-from placements.facts.checkpoints import CheckpointError, sliding_window
 from placements.facts.versions import reaches
 from workers.engines.checkpoint_files import check_rotary, eos_token_ids, read_config
 from workers.engines.engine_setup import check_vocabularies, not_installed
-from workers.engines.nxd_inference.config import MOE_OPTIONS, NxdSettings, draft_options, lengths, neuron_options
+from workers.engines.nxd_inference.config import (
+    MOE_OPTIONS,
+    NxdSettings,
+    draft_options,
+    lengths,
+    neuron_options,
+    window_of,
+)
 from workers.host.start_phases import START
 from workers.messages.engine_protocol import EngineLoadError
 
@@ -86,7 +92,7 @@ def model_class(package: Package, source: Path, settings: NxdSettings) -> Any:
             f"NxD Inference {package.version} has no class for the model_type {model_type!r} of {source}",
             f"supported: {', '.join(sorted(registry))}",
         )
-    window = _window(model_type, config)
+    window = window_of(config)
     if window is not None and window < settings.max_len:
         others = {"a draft": settings.draft_source, "a prefix cache": settings.prefix_cache}
         beside = next((f" with {name}" for name, value in others.items() if value), "")
@@ -120,14 +126,6 @@ def _check_class(package: Package, settings: NxdSettings, source: Path) -> None:
             f"NxD Inference {package.version} cannot quantize {model_type}: {NXD_UNQUANTIZED[name]}",
             "remove `quantize`",
         )
-
-
-def _window(model_type: str, settings: Mapping[str, Any]) -> int | None:
-    """Returns the length of the sliding window, where the model has one. Raises EngineLoadError."""
-    try:
-        return sliding_window(model_type, settings)
-    except CheckpointError as error:
-        raise EngineLoadError("config-unreadable", error.what, error.hint) from error
 
 
 def build_config(package: Package, settings: NxdSettings, quantized: str) -> tuple[Any, Any]:
@@ -188,7 +186,7 @@ def _inference_config(
     if getattr(inference_config, "head_dim", 0) is None:
         # transformers 4.57 leaves it so for Mistral, which Llama's class takes for a number.
         inference_config.head_dim = inference_config.hidden_size // inference_config.num_attention_heads
-    window = _window(str(settings.get("model_type")), settings)
+    window = window_of(settings)
     if window is not None and window >= max_len:
         inference_config.sliding_window = None  # else the KV cache of each slot is as long as the window
     if getattr(inference_config, "pad_token_id", None) is None:

@@ -31,7 +31,7 @@ from workers.artifacts.sources.layout import COMPILED, INDEX, NEURON_CONFIG
 from workers.compiled.file_states import damaged
 from workers.compiled.manifest import LOCK_FILE, plain_of, read_record
 from workers.compiled.prediction import Difference, differences
-from workers.engines.checkpoint_files import read_json
+from workers.engines.checkpoint_files import read_config, read_json
 from workers.engines.nxd_inference.config import (
     FIELDS,
     MOE_OPTIONS,
@@ -40,6 +40,7 @@ from workers.engines.nxd_inference.config import (
     NxdSettings,
     lengths,
     neuron_options,
+    window_of,
 )
 from workers.engines.weight_files import names_of, tensors_of
 from workers.messages.engine_protocol import EngineLoadError
@@ -55,13 +56,13 @@ _QUANTIZED = {"int8": "I8", "f8e4m3": "F8_E4M3", "f8e5m2": "F8_E5M2"}  # quantiz
 
 _SHARD = re.compile(r"weights/tp(\d+)_sharded_checkpoint\.safetensors")
 _ORIGINAL = ("model.safetensors", INDEX)
-# Fields of neuron_config.json that do not affect the graphs: paths, the behavior of a load, and lengths that callers
-# pass. Buckets are compared by their effective values.
+# Fields of neuron_config.json that do not affect what graphs compute: paths, the behavior of a load, kernels, and
+# lengths that callers pass. Buckets are compared by their effective values.
 _PASSED_OVER = frozenset(
     {
         *("quantized_checkpoints_path", "save_sharded_checkpoint", "skip_sharding", "skip_warmup"),
         *("overrides_torch_dtype", "max_new_tokens", "logical_neuron_cores"),
-        *("enable_bucketing", "buckets"),
+        *("attn_kernel_enabled", "enable_bucketing", "buckets"),
     }
 )
 _OF_WEIGHTS = ("tp_degree", "torch_dtype", "fused_qkv", "quantized", "quantization_dtype", "quantization_type")
@@ -106,12 +107,15 @@ def find(source: Path) -> PrecompiledModel | None:
 
 
 def with_sharding(settings: NxdSettings) -> NxdSettings:
-    """Returns the settings with ``presharded`` set by the source. Raises EngineLoadError for unsupported layouts."""
+    """Returns the settings with ``window`` and ``presharded`` set by the source. Raises EngineLoadError for unsupported
+    layouts."""
     if settings.draft_source is not None and find(Path(settings.draft_source)) is not None:
         message = (
             f"the draft model in {settings.draft_source} is already compiled or sharded, but a draft is always compiled"
         )
         raise EngineLoadError("layout-unsupported", message, "set `draft.source` to the original checkpoint")
+    window = window_of(read_config(Path(settings.source))) or 0
+    settings = msgspec.structs.replace(settings, window=window if window < settings.max_len else 0)
     model = find(Path(settings.source))
     if model is None:
         return settings

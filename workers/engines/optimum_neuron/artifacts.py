@@ -10,11 +10,12 @@ from pathlib import Path
 import msgspec
 
 from workers.compiled.compile_session import CompileSession
-from workers.compiled.host_sets import Buildable, LockedEntry, Tell
+from workers.compiled.host_sets import Buildable, LockedEntry, Tell, check_room
 from workers.engines.compiled_engine import compile_main, run_compile
 from workers.engines.manifest_parts import NXD_PACKAGES, checkpoint_digests, neuron_build, versions_of
 from workers.engines.optimum_neuron.package import DISTRIBUTION, OptimumPackage, export_config, find_package
 from workers.engines.optimum_neuron.settings import OptimumSettings
+from workers.engines.weight_files import copy_bytes
 
 MODULE = "workers.engines.optimum_neuron.artifacts"
 MODEL, WORK = "model", "work"  # in an entry
@@ -34,6 +35,7 @@ def unit(settings: OptimumSettings, package: OptimumPackage, root: Path | None, 
     }
 
     def make(held: LockedEntry, tell: Tell) -> None:
+        check_room(held.path, copy_bytes(Path(settings.source), settings.dtype))
         compile_in_subprocess(settings, held)
         held.finish(settings.source)
 

@@ -56,7 +56,7 @@ def find_package() -> OptimumPackage:
         raise not_installed(ENGINE, DISTRIBUTION) from error
     era = optimum_era(version)
     if era is None:
-        fact = f"Optimum Neuron {version} is not supported: only 0.0.28, and 0.4.2 and later of 0.4"
+        fact = f"Optimum Neuron {version} is not supported: only 0.0.28, and 0.4.2 and later"
         raise EngineLoadError("engine-not-installed", fact, ENGINES[ENGINE].install)
     return OptimumPackage(version, era)
 

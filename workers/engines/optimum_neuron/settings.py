@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from placements.engines.capabilities import Dtype
 from placements.engines.optimum_neuron.capabilities import OptimumEra
 from workers.compiled.prediction import Difference
 from workers.engines.engine_setup import TORCH_DTYPES, CheckpointSettings, dtype_on
@@ -21,7 +22,7 @@ class OptimumSettings(CheckpointSettings, frozen=True):
     """The part of a replica's configuration that the artifacts and their use depend on."""
 
     source: str
-    dtype: str
+    dtype: Dtype
     slots: int
     max_len: int
     tp_degree: int

@@ -22,6 +22,7 @@ import msgspec
 
 from placements.engines.cpu.capabilities import FIRST_TRANSFORMERS
 from placements.engines.registry import ENGINES
+from placements.facts.topology import LNC_FAMILIES
 from placements.facts.versions import reaches
 from workers.compiled import neuron_target
 from workers.compiled.host_sets import Buildable, LockedEntry, Tell, compiling, entry
@@ -175,13 +176,13 @@ def compiler_args() -> list[str]:
     target = neuron_target.current()
     if target.name is None:
         fact = f"the machine to compile for is unknown: it has no Neuron device, and {neuron_target.OVERRIDE} is unset"
-        raise EngineLoadError("compile-failed", fact, f"set {neuron_target.OVERRIDE} to trn1 (inf2, too) or trn2")
+        raise EngineLoadError("compile-failed", fact, f"set {neuron_target.OVERRIDE} to trn1 (inf2, too), trn2 or trn3")
     given = [
         flag for flag in os.environ.get("NEURON_CC_FLAGS", "").split() if flag.partition("=")[0] not in WRAPPER_FLAGS
     ]
     names = {flag.partition("=")[0] for flag in given}
     ours = [flag for flag in DEFAULT_FLAGS if flag.partition("=")[0] not in names]
-    lnc = [f"--lnc={target.lnc}"] if target.name == "trn2" and target.lnc is not None else []
+    lnc = [f"--lnc={target.lnc}"] if target.name in LNC_FAMILIES and target.lnc is not None else []
     return ["--target", target.name, *lnc, *ours, *given]
 
 

@@ -5,7 +5,9 @@ only warns where settings differ; without the variable, 0.2 deletes its folder a
 variable is always set, to an entry whose manifest has every setting. Only a device compiles.
 
 The later plugin keeps a folder for each graph, ``neuron/compile_cache/<32 hex digits>`` below `VLLM_CACHE_ROOT`, and
-compiles on a host without devices, too. An entry has all folders of a start.
+compiles on a host without devices, too. An entry has all folders of a start. It does not read the variable above. From
+0.29 on it keeps the traces of graphs below `VLLM_CACHE_ROOT`, too, if `VLLM_NEURON_BACKEND` is set (Precompile Cache):
+on a host they last as long as the entry, and are not part of it.
 
 An entry is complete only after its server was ready.
 """
@@ -30,11 +32,12 @@ from workers.artifacts.sources.listing import SourceError
 from workers.compiled import shared_sets
 from workers.compiled.compile_session import CompileSession
 from workers.compiled.file_states import Part, parts
-from workers.compiled.host_sets import SPENT, LockedEntry, entry
+from workers.compiled.host_sets import SPENT, LockedEntry, check_room, entry
 from workers.compiled.neuron_cache import URL
 from workers.compiled.neuron_target import LNC, OVERRIDE
 from workers.compiled.shared_sets import pull_or_log
 from workers.engines.manifest_parts import checkpoint_digests, neuron_build
+from workers.engines.weight_files import copy_bytes
 from workers.host import foreign_files, host_facts
 from workers.messages.engine_protocol import EngineLoadError
 from workers.messages.replica_config import ReplicaConfig
@@ -55,7 +58,8 @@ SERVED_ALIKE = frozenset(
 )
 """Flags that no graph depends on."""
 FLAGS = "NEURON_CC_FLAGS"
-RUN_ALIKE = frozenset({URL, OVERRIDE, *LNC, "NEURON_PROCESS_TAG", "NEURON_VISIBLE_DEVICES", "VLLM_CACHE_ROOT"})
+_CACHES = frozenset({"NEURON_LIBTORCH_REMOTE_CACHE", "VLLM_CACHE_ROOT"})
+RUN_ALIKE = _CACHES | {URL, OVERRIDE, *LNC, "NEURON_PROCESS_TAG", "NEURON_VISIBLE_DEVICES"}
 """Variables that no graph depends on, or that the manifest has as its target."""
 _READ = ("DISABLE_NEURON_", "NEURON_", "UNSAFE_", "VLLM_NEURON_", "XLA_")  # prefixes of variables that change graphs
 _SHOWN = {"tensor-parallel-size": "tp_degree", "max-num-seqs": "batch_size", "max-model-len": "seq_len"}
@@ -187,6 +191,9 @@ def prepared(config: ReplicaConfig, plugin: Plugin, wanted: Needs, scratch: Path
 def filling(config: ReplicaConfig, plugin: Plugin, held: LockedEntry) -> Iterator[PreparedServer]:
     """The context in which a server compiles into an exclusively held entry, which is complete afterwards."""
     log.info("compiling %s with vLLM into %s; its output is in this log", config.source, held.path)
+    if plugin == "nxd":
+        weights = map(Path, filter(None, (config.source, config.draft_source)))
+        check_room(held.path, sum(copy_bytes(source, config.dtype) for source in weights))
     session = CompileSession(held.manifest, Path(config.source or ""), held.path.parent, shared=False)
     with session.compiling() if plugin == "nxd" else contextlib.nullcontext(), SPENT.running():
         env = _variables(plugin, held.path, held.path)

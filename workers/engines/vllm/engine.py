@@ -25,6 +25,7 @@ from workers.engines.server.server_process import Address, CompletionServer, Ser
 from workers.engines.vllm import artifacts as vllm_artifacts
 from workers.engines.vllm.adapters import EMPTY, loads_adapters, max_rank_of, most_loaded, write_empty_adapter
 from workers.host.interpreter import probe
+from workers.host.json_process import path_from
 from workers.messages.engine_protocol import EngineLoadError, EngineSpec
 from workers.messages.replica_config import ReplicaConfig
 
@@ -37,6 +38,7 @@ READY = "/health"
 CPU_KV_GIB = 1  # the KV cache of the CPU back end; the CPU of a host is shared, so not vLLM's 4
 UNIX_SINCE: Version = (0, 14)  # `--uds`; before, a port
 QUEUED_SINCE: Version = (0, 28)  # `--max-num-queued-reqs`
+NATIVE_SINCE: Version = (0, 29)  # the plugin lowers graphs by PyTorch itself, and can keep the traces of graphs
 METRICS = "metrics"
 
 
@@ -46,6 +48,7 @@ class VllmInstallation(msgspec.Struct, frozen=True):
     version: Version
     plugin: Plugin
     packages: dict[str, str] = {}  # versions of its packages
+    scripts: str = ""  # the folder of its commands, such as the compiler
 
 
 def installation(python: str) -> VllmInstallation:
@@ -57,7 +60,8 @@ def installation(python: str) -> VllmInstallation:
     if vllm is None:
         raise EngineLoadError("engine-not-installed", f"{python} has no vllm", "set engines.vllm.python in the spec")
     neuron = interpreter.packages.get("vllm-neuron")
-    return VllmInstallation(version_of(vllm), "cpu" if neuron is None else plugin_of(neuron), interpreter.packages)
+    plugin = "cpu" if neuron is None else plugin_of(neuron)
+    return VllmInstallation(version_of(vllm), plugin, interpreter.packages, interpreter.scripts)
 
 
 def arguments(config: ReplicaConfig, installed: VllmInstallation, address: Address) -> list[str]:
@@ -189,6 +193,7 @@ def environment(config: ReplicaConfig, installed: VllmInstallation, folder: Path
         **config.place.env,
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",
+        "PATH": path_from(filter(None, [installed.scripts])),
         "PROMETHEUS_DISABLE_CREATED_SERIES": "True",
         "VLLM_CACHE_ROOT": str(folder),
         "VLLM_HOST_IP": "127.0.0.1",
@@ -207,6 +212,8 @@ def environment(config: ReplicaConfig, installed: VllmInstallation, folder: Path
             env["NEURON_VISIBLE_DEVICES"] = cores
         env["PROMETHEUS_MULTIPROC_DIR"] = str(folder / METRICS)
         env.pop(vllm_artifacts.FLAGS, None)  # they would replace the plugin's flags
+        if installed.version >= NATIVE_SINCE:  # the default, but only its name turns the Precompile Cache on
+            env["VLLM_NEURON_BACKEND"] = "neuron_native"
         limits += ["VLLM_NEURON_COMPILATION_TIMEOUT", "NEURON_LIBTORCH_COMPILATION_TIMEOUT"]
     deadlines = config.model.deadlines
     return env | dict.fromkeys(limits, str(math.ceil(deadlines.start_s + deadlines.compile_s)))

@@ -63,6 +63,7 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
     versions: Versions
     runtimes: tuple[Runtime, ...]  # of neuron-monitor
     problems: tuple[str, ...]
+    unhealthy: dict[int, str] = {}  # device -> its failing parts, as the driver reports them
 
     @property
     def cores(self) -> tuple[int, ...]:
@@ -97,6 +98,7 @@ def combine(readings: SourceReadings) -> HostFacts:
         versions=_versions(readings.versions, processes),
         runtimes=monitor.runtimes if monitor else (),
         problems=tuple(dict.fromkeys(problem for problems in sources for problem in problems)),
+        unhealthy={device.index: device.unhealthy for device in sysfs if device.unhealthy},
     )
 
 

@@ -88,7 +88,8 @@ def _device_sections(value: object, findings: Findings) -> list[Section]:
 
 
 def _instance_type(value: object, sections: list[Section]) -> str | None:
-    places = [Section(value, "neuron-ls: ", Findings()), *sections]
+    inner = value.values() if isinstance(value, dict) else ()
+    places = [*(Section(each, "neuron-ls: ", Findings()) for each in (value, *inner)), *sections]
     return next((name for place in places if (name := place.text("instance_type", may_be_absent=True))), None)
 
 

@@ -13,7 +13,8 @@ from workers.host.facts.sections import Findings, excerpt, whole
 LONGEST_FILE = 4096  # bytes of one sysfs attribute
 # Only these are opened: other files, such as ``reset``, act on the device. They are sought at any depth, because Neuron
 # Driver 2.31 moved nodes (Neuron Sysfs User Guide).
-WANTED = ("core_count", "instance_type")
+WANTED = ("core_count", "instance_type", "unhealthy_components")
+_HEALTHY = frozenset({"", "0", "none"})  # how a driver may write that no component is unhealthy
 _PATH = re.compile(rf"neuron([0-9]{{1,4}})/(?:.*/)?({'|'.join(WANTED)})")
 
 
@@ -23,6 +24,7 @@ class SysfsDevice(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     core_count: int | None = None
     instance_type: str | None = None  # the family only: "Inf2", "Trn1"
+    unhealthy: str = ""  # failing parts, like "hbm,sram"; "" from drivers before 2.30, which do not report it
 
 
 class Sysfs(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,6 +63,7 @@ def parse_sysfs(files: Mapping[str, str]) -> Sysfs:
             index=index,
             core_count=_core_count(texts.get("core_count"), f"sysfs: neuron{index}/core_count", findings),
             instance_type=texts.get("instance_type") or None,
+            unhealthy="" if (parts := texts.get("unhealthy_components", "")).lower() in _HEALTHY else parts,
         )
         for index, texts in sorted(texts_of.items())
     )

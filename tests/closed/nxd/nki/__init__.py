@@ -1,4 +1,4 @@
-"""Kernels, which are not run: see ``closed_layer``."""
+"""Kernels, which are not run but for stand-ins with ``on_cpu``: see ``closed_layer``."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ __getattr__ = blank(__name__)
 
 
 class Kernel:
-    """A kernel: it has a name and a grid, and a call of it fails."""
+    """A kernel: it has a name and a grid, and a call of it fails without a stand-in."""
 
     def __init__(self, function: Any) -> None:
         self.func_name = getattr(function, "__name__", str(function))
+        self._on_cpu = function if getattr(function, "on_cpu", False) is True else None
 
     def __getitem__(self, grid: Any) -> Kernel:
         return self
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        if self._on_cpu is not None:
+            return self._on_cpu(*arguments, **keywords)
         raise NotImplementedError(f"the kernel {self.func_name} has no stand-in")
 
 

@@ -280,9 +280,12 @@ def _gather(instruction: _Instruction, value: Tensor, indices: Tensor) -> Tensor
     dims, windows = instruction.proto.gather_dimension_numbers, list(instruction.proto.gather_slice_sizes)
     mapped = list(dims.start_index_map)
     vectors = _index_vectors(indices, dims.index_vector_dim)
-    inside = [vectors[..., at].clamp(0, value.shape[dim] - windows[dim]) for at, dim in enumerate(mapped)]
+    for at, dim in enumerate(mapped):
+        last = value.shape[dim] - windows[dim]
+        if vectors.numel() and not 0 <= int(vectors[..., at].min()) <= int(vectors[..., at].max()) <= last:
+            raise RuntimeError(f"a gather reads beyond the end of dimension {dim}, whose last start is {last}")
     kept = [dim for dim in range(value.dim()) if dim not in dims.collapsed_slice_dims]
-    places, _ = _places(torch.stack(inside, -1), {dim: at for at, dim in enumerate(mapped)}, windows, kept)
+    places, _ = _places(vectors, {dim: at for at, dim in enumerate(mapped)}, windows, kept)
     result = value[tuple(torch.broadcast_tensors(*places))]  # [*batch, *window]
     offsets = list(dims.offset_dims)
     batch = [dim for dim in range(len(instruction.sizes)) if dim not in offsets]

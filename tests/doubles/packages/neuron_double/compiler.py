@@ -18,6 +18,7 @@ from neuron_double import faults
 from neuron_double.machine import INSTANCES, instance, state
 
 EMPTY_FLAGS = "d41d8cd9"
+UNKNOWN = "--no-such-option"  # of argparse, which neuronx-cc parses its command with
 
 
 class CompilerFailed(RuntimeError):
@@ -42,6 +43,10 @@ def compile_graph(hlo_text: str, flags: str, cores: int = 1, program: bytes = b"
         _hang()
     if fault is not None and fault.get("die"):
         os.kill(os.getpid(), signal.SIGKILL)
+    if fault is not None and "says" in fault:
+        sys.stderr.write(f"{fault['says']}\n")
+        sys.stderr.flush()
+        raise CompilerFailed("the compiler has failed")
     if fault is not None:
         code = fault.get("exit", 1)
         command = ["neuronx-cc", "compile", *flags.split()]
@@ -49,6 +54,10 @@ def compile_graph(hlo_text: str, flags: str, cores: int = 1, program: bytes = b"
         sys.stderr.write(f"INFO:Neuron:Compile command returned: {code}\n")
         sys.stderr.flush()
         raise CompilerFailed(f"neuronx-cc failed with {code}")
+    if UNKNOWN in flags.split():
+        sys.stderr.write(f"neuronx-cc: error: unrecognized arguments: {UNKNOWN}\n")
+        sys.stderr.flush()
+        raise CompilerFailed("neuronx-cc failed with 2")
     override = os.environ.get("NEURON_PLATFORM_TARGET_OVERRIDE")
     machine = INSTANCES[override] if override in INSTANCES else instance()
     neff = {

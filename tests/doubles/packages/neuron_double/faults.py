@@ -4,6 +4,7 @@ at       claim | load_collectives | allocate | load_neff | execute | compile
 status   the runtime's status code; or
 exit     the exit code of the compiler; or
 text     the whole message; or
+says     what the compiler prints before it fails without an exit code; or
 hangs    the compiler starts processes and never ends; or
 die      the whole process is killed, in the midst of a compile
 count    it comes with the n-th such operation of a process since the file was written; 1 when left out

@@ -107,6 +107,9 @@ def test_auto_without_any_engine_is_a_failure_with_its_remedy(tmp_path: Path) ->
         (msgspec.structs.replace(NXDI, ray="2.9.0"), "interpreter-ray-differs"),
         (msgspec.structs.replace(NXDI, corewright=None), "interpreter-corewright-differs"),
         (TNX, "engine-not-installed"),
+        (msgspec.structs.replace(NXDI, absent=("neuronx-cc",)), "engine-not-installed"),
+        (msgspec.structs.replace(NXDI, target="trn2"), "target-differs"),
+        (msgspec.structs.replace(NXDI, target="inf"), "target-differs"),
     ],
 )
 def test_an_unsuitable_interpreter_is_rejected_before_any_process(

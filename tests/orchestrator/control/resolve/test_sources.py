@@ -205,6 +205,7 @@ def test_code_of_a_checkpoint_is_rejected_unless_it_is_trusted(
 PHI = {"model_type": "phi3", "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"}}
 
 
+@pytest.mark.parametrize("family", ["phi3", "deepseek_v3", "falcon"])
 @pytest.mark.parametrize(
     ("engine", "expected"),
     [
@@ -214,10 +215,10 @@ PHI = {"model_type": "phi3", "auto_map": {"AutoConfig": "configuration_phi3.Phi3
     ],
 )
 def test_code_is_not_asked_for_where_the_library_has_a_class(
-    tmp_path: Path, engine: str, expected: list[tuple[str, str]]
+    tmp_path: Path, engine: str, expected: list[tuple[str, str]], family: str
 ) -> None:
     """The result is the same as without `auto_map`, and no hint pushes towards running the checkpoint's code."""
-    stub_checkpoint(tmp_path, {**json.loads(MODEL["config.json"]), **PHI})
+    stub_checkpoint(tmp_path, {**json.loads(MODEL["config.json"]), **PHI, "model_type": family})
 
     found = read(f"a: {{source: {tmp_path}, engine: {engine}}}")
 
@@ -237,6 +238,64 @@ def test_the_library_is_that_of_the_engines_python(tmp_path: Path) -> None:
     found = examine(f"hosts: {{emulate: inf2.48xlarge}}\n{spec}", "f.yaml", ".", LAPTOP)
 
     assert [problem.id for problem in found.problems] == ["remote-code-refused"]
+
+
+OWN_TOKENIZER = {"tokenizer_class": "MyTokenizer", "auto_map": {"AutoTokenizer": ["tokenization_my.MyTokenizer", None]}}
+
+
+@pytest.mark.parametrize(
+    ("engine", "name", "expected"),
+    [
+        ("cpu", "tokenizer.json", []),
+        ("cpu", "vocab.json", [("tokenizer-needs-code", "error")]),
+        ("echo", "vocab.json", []),  # it has no tokenizer
+        ("vllm, max_len: 64", "tokenizer.json", [("tokenizer-needs-code", "error")]),  # vLLM loads it itself
+        ("vllm, max_len: 64, trust_remote_code: true", "tokenizer.json", []),
+        ("vllm, max_len: 64, trust_remote_code: true", "vocab.json", [("tokenizer-needs-code", "error")]),
+    ],
+)
+@pytest.mark.parametrize("place", ["hub", "folder"])
+def test_a_tokenizer_that_is_only_code_is_refused_before_anything_is_fetched(
+    hub: HubServer, tmp_path: Path, place: str, engine: str, name: str, expected: list[tuple[str, str]]
+) -> None:
+    """By its small files, in a folder and on the hub."""
+    files = {**MODEL, "tokenizer_config.json": json.dumps(OWN_TOKENIZER).encode()}
+    files[name] = files.pop("tokenizer.json")
+    hub.repos["org/own"] = Repo()
+    hub.repos["org/own"].commit(files)
+    for file, data in files.items():
+        (tmp_path / file).write_bytes(data)
+    source = "org/own" if place == "hub" else tmp_path
+
+    found = read(f"a: {{source: {source}, engine: {engine}}}")
+
+    assert problems(found) == expected
+    assert all(str(source) in problem.what for problem in found.problems)
+    assert [request.path for request in hub.asked if "safetensors" in request.path] == []
+
+
+def test_a_source_without_a_tokenizer_is_refused_before_it_is_fetched(hub: HubServer) -> None:
+    """Its requests could not be served."""
+    hub.repos["org/bare"] = Repo()
+    hub.repos["org/bare"].commit({name: data for name, data in MODEL.items() if name != "tokenizer.json"})
+    assert problems(read("a: {source: org/bare, engine: cpu}")) == [("no-tokenizer", "error")]
+
+
+QUANTIZED = {**json.loads(MODEL["config.json"]), "quantization_config": {"quant_method": "fbgemm_fp8"}}
+
+
+@pytest.mark.parametrize(("compiled", "expected"), [(False, ["weights-quantized"]), (True, [])])
+def test_quantized_weights_are_refused_unless_they_are_compiled_already(
+    tmp_path: Path, compiled: bool, expected: list[str]
+) -> None:
+    """A folder that NxD Inference compiled holds weights of its own, which its neuron_config.json describes."""
+    stub_checkpoint(tmp_path, QUANTIZED)
+    if compiled:
+        (tmp_path / "neuron_config.json").write_text("{}")
+        (tmp_path / "model.pt").touch()
+    model = f"a: {{source: {tmp_path}, engine: nxd-inference, tp_degree: 8, max_len: 64}}"
+    found = examine(f"hosts: {{instance: trn2.48xlarge}}\nmodels: {{{model}}}\n", "f.yaml", ".", LAPTOP)
+    assert [problem.id for problem in found.problems if problem.id == "weights-quantized"] == expected
 
 
 def test_vllm_may_serve_other_families(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.control.speed_measurement import DAY_S, KEPT_DAYS, MOST_ENTRIES, SpeedEntry, SpeedRecord, merged
+from orchestrator.process.speed_record import DAY_S, KEPT_DAYS, MOST_ENTRIES, SpeedEntry, SpeedRecord, merged
 from placements.resources.measured_times import LEAST_REQUESTS, PACE, Times, length_class, note, speeds_of
 
 TIMES = st.dictionaries(

@@ -1,0 +1,1 @@
+"""Proves or refutes on a machine what plans and docs assume of it."""

@@ -1,0 +1,113 @@
+"""The tiny models that `corewright verify` loads, and the spec that places them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import yaml
+
+from placements.facts.core_range import CoreRange
+from placements.facts.topology import Topology, alignment, degree
+
+VOCAB_SIZE = 512  # of the tokenizer of placements/examples/models/tiny
+POSITIONS = 8192
+WINDOW = 24  # tokens; shorter than most prompts
+HEAD_DIM = 32
+LAYERS = 2
+
+FAMILIES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "llama": {},
+        "mistral": {"sliding_window": None},
+        "mistral-window": {"model_type": "mistral", "sliding_window": WINDOW},
+        "mixtral": {"sliding_window": None, "num_local_experts": 4, "num_experts_per_tok": 2},
+        "qwen2": {},
+        "qwen3": {"head_dim": HEAD_DIM},
+    }
+)
+"""What the config.json of each says beyond `configuration`; the name is the model_type, if it is not given."""
+
+
+@dataclass(frozen=True)
+class TinyTrial:
+    """A model to load: a family, and the fields of its entry in the spec."""
+
+    name: str
+    family: str = "llama"
+    heads: int = 8
+    cores: CoreRange | None = None  # None: the engine takes none
+    fields: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    seed: int = 0
+
+    @property
+    def model_type(self) -> str:
+        return str(FAMILIES[self.family].get("model_type", self.family))
+
+    @property
+    def folder(self) -> str:
+        """The name of its checkpoint's folder: equal for equal checkpoints."""
+        return f"{self.family}-{self.heads}-{self.seed}"
+
+    @property
+    def configuration(self) -> dict[str, Any]:
+        """Its config.json."""
+        hidden = self.heads * HEAD_DIM
+        return {
+            "model_type": self.model_type,
+            "vocab_size": VOCAB_SIZE,
+            "hidden_size": hidden,
+            "intermediate_size": 2 * hidden,
+            "num_hidden_layers": LAYERS,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.heads,
+            "max_position_embeddings": POSITIONS,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "pad_token_id": 0,
+            "tie_word_embeddings": False,
+            **{name: value for name, value in FAMILIES[self.family].items() if name != "model_type"},
+        }
+
+
+def spec_text(trial: TinyTrial, folder: Path, engine: str, hosts: Any, engines: Any) -> str:
+    """Returns the YAML of a spec with one trial; ``hosts`` and ``engines`` are the sections of the user's spec."""
+    model = {
+        "engine": engine,
+        "source": str(folder / trial.folder),
+        "tp_degree": 1 if trial.cores is None else len(trial.cores),
+        "max_len": 128,
+        "max_batch": 4,
+        **({} if trial.cores is None else {"cores": [str(trial.cores)]}),
+        **trial.fields,
+    }
+    sections = {"hosts": hosts, "engines": engines}
+    said = {name: section for name, section in sections.items() if section}
+    return yaml.safe_dump({"version": 1, "name": "verify", **said, "models": {trial.name: model}}, sort_keys=False)
+
+
+def starts(topology: Topology, tp: int, free: Iterable[int], *, every: bool) -> list[CoreRange]:
+    """Returns the ranges of ``tp`` free cores on which `plan` may start a replica: ``every`` legal one, or the first
+    and the last that it prefers."""
+    row, cores = alignment(topology.family, tp), set(free)
+    step = row.legal if every else row.preferred
+    ranges = [CoreRange(first, first + tp - 1) for first in range(0, topology.cores - tp + 1, step)]
+    usable = [each for each in ranges if cores >= set(each)]
+    return usable if every else usable[:1] + usable[1:][-1:]
+
+
+def degrees(topology: Topology) -> list[int]:
+    """Returns the documented degrees of the instance type that have room on it."""
+    return [tp for tp in range(1, topology.cores + 1) if (row := degree(topology.family, tp)) and row.documented]
+
+
+def settings_of(text: str | None, devices: bool) -> tuple[Any, Any]:
+    """Returns the sections ``hosts`` and ``engines`` of the user's spec (None: no spec): without one, those of this
+    machine, or of an emulated one where it has no ``devices``."""
+    if text is None:
+        return None if devices else {"emulate": "inf2.48xlarge"}, None
+    read = yaml.safe_load(text)
+    return read.get("hosts"), read.get("engines")

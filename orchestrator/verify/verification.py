@@ -1,0 +1,249 @@
+"""The whole of `corewright verify`: predicts its time, runs the parts on free cores, and writes the report."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import tarfile
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any, get_args
+
+from orchestrator.control.resolve.spec_file import SpecFile, examine, this_machine
+from orchestrator.process.failure import Failed
+from orchestrator.process.home import Home
+from orchestrator.process.speed_record import SpeedRecord
+from orchestrator.process.version import corewright_version
+from orchestrator.verify import parts
+from orchestrator.verify.claims import CLAIMS, Part, Verdict, not_run
+from orchestrator.verify.parts import Extent
+from orchestrator.verify.stand import Stand, busy_cores
+from orchestrator.verify.trials import TinyTrial, settings_of
+from placements.engines.registry import Engine, capabilities, resolve
+from placements.facts.plural import counted
+from placements.facts.topology import Host
+from placements.resources.estimate import HOST_LOAD_S, LOAD_S
+from placements.spec.problems import Problem
+from workers.host.facts.machine import HostFacts
+from workers.host.host_facts import devices
+
+PARTS: tuple[Part, ...] = get_args(Part)
+COMPILE_S = 60.0
+"""Of one tiny model on Neuron, a guess: a Mistral-7B took 3.4 minutes on SDK 2.24 (helixml/helix#2728)."""
+STARTS: Mapping[Part, int] = {"engines": 4, "compiler": 4, "memory": 1, "faults": 1, "pinning": 2, "runtime": 8}
+"""Processes that a part starts beside those of families and degrees."""
+
+
+@dataclass(frozen=True)
+class VerifiedMachine:
+    """What is verified."""
+
+    host: Host
+    engine: Engine
+    free: tuple[int, ...]  # cores that no process holds
+    busy: Mapping[int, str]  # the others, with who holds them
+    facts: HostFacts
+    problems: tuple[Problem, ...]  # of `doctor`
+    file: SpecFile | None  # the user's spec
+    versions: Mapping[str, str]  # of packages, driver and runtime
+
+
+def host_of(file: SpecFile | None) -> Host:
+    """Returns the first host of the user's spec; without one this machine, or an emulated inf2.48xlarge. Raises Failed
+    for a spec with errors."""
+    if file is None:
+        hosts, _ = settings_of(None, bool(devices()))
+        text = json.dumps({"version": 1, "hosts": hosts, "models": {"m": {"engine": "echo"}}})
+        file = examine(text, "verify", ".", this_machine())
+    error = next((problem for problem in file.problems if problem.severity == "error"), None)
+    if error is not None or not file.hosts:
+        raise (
+            Failed.of(error) if error else Failed("verify-refused", f"{file.name} has no hosts", "name one in `hosts`")
+        )
+    return file.hosts[0]
+
+
+def engine_of(file: SpecFile | None, host: Host, name: str | None) -> Engine:
+    """Returns the engine to verify: the named one, else that of the spec's first model that generates, else the first
+    candidate of `auto` there. Raises Failed for one that loads no checkpoints of transformers."""
+    named = [model.engine for model in (file.spec.models if file and file.spec else ()) if model.kind == "generate"]
+    engine = resolve(name or next(iter(named), "auto"), host, "generate")
+    if engine == "auto":
+        engine = "nxd-inference"
+    ability = capabilities(engine)
+    if "hf" not in ability.loads or ability.forwards or "generate" not in ability.kinds:
+        raise Failed("verify-refused", f"the engine {engine} loads no checkpoints to compare", "name one with --engine")
+    return engine
+
+
+def machine_of(
+    file: SpecFile | None,
+    engine: str | None,
+    home: Home,
+    facts: HostFacts,
+    problems: Sequence[Problem],
+    versions: Mapping[str, str],
+) -> VerifiedMachine:
+    """Returns what is verified, with its free cores. Raises Failed."""
+    host = host_of(file)
+    busy = busy_cores(host, home, facts)
+    free = tuple(core for core in range(host.cores) if core not in busy and core not in host.reserved_cores)
+    return VerifiedMachine(host, engine_of(file, host, engine), free, busy, facts, tuple(problems), file, versions)
+
+
+def trials_of(machine: VerifiedMachine, extent: Extent, chosen: Collection[Part]) -> list[TinyTrial]:
+    """Returns the tiny models that the chosen parts load."""
+    made = parts.trials_for(machine.engine, machine.host, machine.free, extent)
+    if "engines" not in chosen:
+        made = [trial for trial in made if not trial.name.startswith("family-")]
+    return [trial for trial in made if "runtime" in chosen or not trial.name.startswith("degree-")]
+
+
+def predicted_s(machine: VerifiedMachine, trials: Sequence[TinyTrial], chosen: Collection[Part]) -> float:
+    """Returns about how long the parts take, in seconds."""
+    loaded = sum(trial.name.startswith(("family-", "degree-")) for trial in trials)
+    starts = loaded + sum(STARTS.get(part, 0) for part in chosen)
+    on_neuron = capabilities(machine.engine).runs_on == "neuron" and not machine.host.emulated
+    models = 0 if machine.file is None or machine.file.spec is None else len(machine.file.spec.models)
+    own = models * LOAD_S if "speeds" in chosen else 0.0
+    return own + (starts * LOAD_S + len(trials) * COMPILE_S if on_neuron else starts * HOST_LOAD_S)
+
+
+def verify(
+    machine: VerifiedMachine,
+    extent: Extent,
+    chosen: Collection[Part],
+    home: Home,
+    records: bool,
+    say: Callable[[str], None],
+) -> Iterator[Verdict]:
+    """Yields the verdicts of the chosen parts, in their order. ``records``: the measured speeds go into the home's file
+    of speeds, which no fleet may be writing. Raises Failed."""
+    trials = trials_of(machine, extent, chosen)
+    hosts, engines = settings_of(None if machine.file is None else machine.file.text, bool(devices()))
+    with tempfile.TemporaryDirectory(prefix="corewright-verify-") as name:
+        folder = Path(name)
+        if "facts" in chosen:
+            yield from parts.facts(machine.problems, machine.facts, machine.host, folder)
+        if not trials:
+            missing = [claim for claim in CLAIMS.values() if claim.part in chosen and claim.part != "facts"]
+            held = ", ".join(f"{core} by {who}" for core, who in machine.busy.items())
+            yield from (not_run(claim.id, f"no free cores: {held}") for claim in missing)
+            return
+        say(f"making {counted(len({trial.folder for trial in trials}), 'tiny model')}")
+        stand = Stand(home, folder, machine.engine, trials, hosts, engines)
+        steps: dict[Part, Callable[[], Iterator[Verdict]]] = {
+            "runtime": lambda: parts.runtime(stand, extent),
+            "engines": lambda: parts.engines(stand, extent),
+            "compiler": lambda: parts.compiler(stand),
+            "memory": lambda: parts.memory(stand),
+            "pinning": lambda: parts.pinning(stand, extent),
+            "faults": lambda: parts.faults(stand),
+            "speeds": lambda: _speeds(machine, stand, home, records),
+        }
+        for part, step in steps.items():
+            if part in chosen:
+                say(f"verifying {part}")
+                yield from step()
+
+
+def _speeds(machine: VerifiedMachine, stand: Stand, home: Home, records: bool) -> Iterator[Verdict]:
+    if machine.file is None:
+        yield not_run("speeds", "there is no spec: corewright verify SPEC")
+        return
+    now = time.time()
+    record = SpeedRecord(home.speeds, corewright_version(), now)
+    yield from parts.speeds(stand, machine.file, record, now)
+    if records and record.changed:
+        record.write(record.content(now))
+
+
+# The report
+
+
+def report_of(machine: VerifiedMachine, verdicts: Sequence[Verdict], seconds: float) -> dict[str, Any]:
+    """Returns the JSON of `verify -o json`."""
+    counts = Counter(verdict.result for verdict in verdicts)
+    return {
+        "corewright": corewright_version(),
+        "machine": {
+            "instance": machine.facts.instance_type,
+            "host": machine.host.topology.instance if machine.host.topology else None,
+            "emulated": machine.host.emulated,
+            "free": len(machine.free),
+        },
+        "engine": machine.engine,
+        "versions": dict(machine.versions),
+        "seconds": round(seconds, 1),
+        "proved": counts["proved"],
+        "refuted": counts["refuted"],
+        "not_run": counts["not run"],
+        "verdicts": [verdict.as_dict() for verdict in verdicts],
+    }
+
+
+def markdown(report: Mapping[str, Any]) -> str:
+    """Returns the report as Markdown: one table for each part."""
+    machine = report["machine"]
+    what = f"emulated {machine['host']}" if machine["emulated"] else machine["instance"] or "this machine"
+    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    lines = [
+        "# corewright verify",
+        "",
+        f"{what}, engine {report['engine']}, corewright {report['corewright']}{', ' if versions else ''}{versions}.",
+        f"{report['proved']} proved, {report['refuted']} refuted, {report['not_run']} not run, "
+        f"in {report['seconds'] / 60:.1f} minutes.",
+    ]
+    for part in PARTS:
+        rows = [each for each in report["verdicts"] if each["part"] == part]
+        if rows:
+            lines += ["", f"## {part}", "", "| claim | on | result | found |", "|---|---|---|---|"]
+            lines += [_row(each) for each in rows]
+    return "\n".join(lines)
+
+
+def _row(verdict: Mapping[str, Any]) -> str:
+    result = f"**{verdict['result']}**" if verdict["result"] == "refuted" else verdict["result"]
+    cells = (CLAIMS[verdict["claim"]].text, verdict["subject"], result, verdict["found"])
+    return f"| {' | '.join(' '.join(cell.split()).replace('|', '/') for cell in cells)} |"
+
+
+_PATH = re.compile(r"(?<![\w:/])~?(?:/[\w.+@%:-]+)+/?")
+_SECRET = re.compile(r"(?i)\b(?:hf_\w{8,}|AKIA\w{12,}|eyJ[\w.-]{20,}|(?:token|secret|password|key)[=:]\s*\S+)")
+_ADDRESS = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}\b(?!\.\d)")
+
+
+def without_names(text: str, names: Collection[str]) -> str:
+    """Returns a text without paths, addresses, secrets and ``names``, such as the user's and the host's."""
+    text = _SECRET.sub("<secret>", text)
+    text = _ADDRESS.sub("<address>", _PATH.sub("<path>", text))
+    for name in sorted(filter(None, names), key=len, reverse=True):
+        text = re.sub(rf"\b{re.escape(name)}\b", "<name>", text)
+    return text
+
+
+def bundle(report: Mapping[str, Any], path: Path, names: Collection[str]) -> None:
+    """Writes report.json and report.md into a .tar.gz that a user can send: `without_names`, also of the models. Raises
+    OSError."""
+    clean = _clean(report, {*names, socket.gethostname()})
+    files = {"report.json": json.dumps(clean, indent=2), "report.md": markdown(clean)}
+    with tarfile.open(path, "w:gz") as archive:
+        for name, text in files.items():
+            content = text.encode()
+            info = tarfile.TarInfo(f"corewright-verify/{name}")
+            info.size = len(content)
+            archive.addfile(info, BytesIO(content))
+
+
+def _clean(value: Any, names: Collection[str]) -> Any:
+    if isinstance(value, str):
+        return without_names(value, names)
+    if isinstance(value, Mapping):
+        return {key: _clean(each, names) for key, each in value.items()}
+    return [_clean(each, names) for each in value] if isinstance(value, list | tuple) else value
