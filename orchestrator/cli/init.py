@@ -42,7 +42,10 @@ def spec_for(topology: Topology | None, name: str, *, here: bool = True) -> str:
     chosen = reports[:1] + reports[1:][-1:]  # the best proven and the smallest one
     models = [(report.model, int(report.tp_degree), f"served by others: {report.source}") for report in chosen]
     evidence = f"Others served these models on Neuron SDK {reports[0].sdk}. {THIN}" if reports else UNPROVEN
-    models = models or [(CHAT, max(tp for tp in degrees if tp <= LARGEST), ANY_SOURCE), (SMALL, 2, ANY_SOURCE)]
+    models = models or [
+        (CHAT, max(tp for tp in degrees if tp <= LARGEST), ANY_SOURCE),
+        (SMALL, 2 if 2 in degrees else 1, ANY_SOURCE),
+    ]
     source, first, remark = models[0]
     text = _filled(
         "machine",

@@ -46,7 +46,6 @@ def test_every_row_names_things_that_exist(row: KnownFailure) -> None:
         ("inf2.48xlarge", "qwen3", 8_190_000_000, {"neuronx-cc": "2.22.12471.0"}, None),
         ("inf2.48xlarge", "qwen3", 8_190_000_000, {}, None),
         ("inf2.48xlarge", "qwen3", None, SDK_228, None),
-        ("trn1.2xlarge", "llama", 8_030_000_000, {}, "llama-3.1-8b-trn1.2xlarge"),
     ],
 )
 def test_a_row_matches_its_machines_sizes_and_versions_only(

@@ -26,8 +26,8 @@ def loads(fleet: Fleet) -> int:
 
 
 def test_where_memory_and_spread_decide_the_optimum_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Six hosts, of which largest first leaves three cores more unused."""
-    fleet = fresh(5, 6, constrained=True)
+    """Six hosts, on which largest first serves two cores less of a grade."""
+    fleet = fresh(2, 6, constrained=True)
     best = most_served(fleet, SOLVER_S).served
     assert served(fleet) == best
     monkeypatch.setattr(placements.planner.refine, "SERVE_TRIES", 0)

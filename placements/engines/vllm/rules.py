@@ -285,7 +285,7 @@ def plugin_is_known(spec: Spec) -> Iterator[Problem]:
     if release not in vllm.RELEASES:
         known = next(each.plugin for each in vllm.RELEASES if each.vllm == release.vllm)
         fact = f"vllm-neuron {settings.plugin} is not known to this corewright, and is planned as {known}"
-        hint = "flags, memory and drafts may differ: test a model with it first"
+        hint = "test a model with it first, since flags, memory and drafts may differ"
         yield Problem("engine-version-unknown", "warning", spec.where("engines", "vllm", "plugin"), fact, hint)
 
 

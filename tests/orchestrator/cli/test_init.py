@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.cli import main as cli
-from orchestrator.cli.init import spec_for
+from orchestrator.cli.init import LEAST_GIB, spec_for
 from placements.engines.evidence import served_on
 from placements.facts.checkpoints import Checkpoint
 from placements.facts.topology import TOPOLOGIES, Machine, family_of
@@ -33,13 +33,15 @@ CONFIGS = PUBLISHED | {"Qwen/Qwen2.5-0.5B-Instruct": QWEN}
 
 @pytest.mark.parametrize("instance", TOPOLOGIES)
 def test_a_spec_for_any_instance_type_is_planned_there(instance: str) -> None:
-    """With the shapes of its models, without a problem, and with the replicas that the load may add."""
+    """With the shapes of its models, without a problem, and with the replicas that the load may add; a small machine
+    may have too little memory to compile."""
     parsed = parse(spec_for(TOPOLOGIES[instance], "fleet.yaml"), "fleet.yaml")
     assert parsed.spec is not None
     assert parsed.problems == ()
     hosts = hosts_for(parsed.spec, Machine((0,)))
     checkpoints = {model.name: Checkpoint.from_config(CONFIGS[model.source]) for model in parsed.spec.models}
-    assert [problem.what for problem in check(parsed.spec, hosts, checkpoints)] == []
+    small = {"compile-memory-exceeded"} if TOPOLOGIES[instance].memory_gib < LEAST_GIB else set()
+    assert {problem.id for problem in check(parsed.spec, hosts, checkpoints)} == small
     most = {model.name: model.replicas.max for model in parsed.spec.models}
     placed = plan(parsed.spec, hosts, checkpoints, wanted=most)
     assert [problem.what for missing in placed.unplaced for problem in missing.problems] == []

@@ -341,7 +341,6 @@ def test_open_engine_returns_the_adapter(nxd: Neuron, sources: Checkpoints, tmp_
     ("fields", "id"),
     [
         ({"max_len": 1024, "decode_buckets": [1024]}, "max-len-too-long"),
-        ({"dtype": "int8"}, "bad-dtype"),
         ({"prefill_buckets": [32, 16]}, "bad-buckets"),
         ({"prefill_buckets": [1, 64]}, "bad-buckets"),
         ({"decode_buckets": [32]}, "bad-buckets"),
