@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import time
 from pathlib import Path
 from typing import Annotated
@@ -35,7 +34,7 @@ def verify(
     markdown_file: Annotated[Path | None, option("FILE", "Write the report to FILE as Markdown.", "--markdown")] = None,
     bundle_file: Annotated[
         Path | None,
-        option("FILE", "Write the report to FILE.tar.gz without names, paths, addresses and secrets.", "--bundle"),
+        option("FILE", "Write the report to FILE, a .tar.gz, without names, paths, addresses and secrets.", "--bundle"),
     ] = None,
     output: FormatOption = Format.TABLE,
 ) -> None:
@@ -78,7 +77,7 @@ def verify(
     if bundle_file is not None:
         models = () if file is None or file.spec is None else (model.name for model in file.spec.models)
         try:
-            verification.bundle(data, bundle_file, {getpass.getuser(), *models})
+            verification.bundle(data, bundle_file, tuple(models))
         except OSError as error:
             raise Failed("output-unwritable", f"{bundle_file}: {error.strerror}", "pass another FILE") from None
     raise typer.Exit(FAILED if data["refuted"] else 0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import getpass
 import json
 import re
 import socket
@@ -214,24 +216,30 @@ def _row(verdict: Mapping[str, Any]) -> str:
     return f"| {' | '.join(' '.join(cell.split()).replace('|', '/') for cell in cells)} |"
 
 
+_URL = re.compile(r"\b[A-Za-z][A-Za-z0-9+.-]*://[^\s|]+")
 _PATH = re.compile(r"(?<![\w:/])~?(?:/[\w.+@%:-]+)+/?")
-_SECRET = re.compile(r"(?i)\b(?:hf_\w{8,}|AKIA\w{12,}|eyJ[\w.-]{20,}|(?:token|secret|password|key)[=:]\s*\S+)")
-_ADDRESS = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}\b(?!\.\d)")
+_SECRET = re.compile(r"(?i)\b(?:hf_\w{8,}|AKIA\w{12,}|eyJ[\w.-]{20,}|\w*(?:token|secret|password|key)[=:]\s*\S+)")
+_ADDRESS = re.compile(r"(?<![\w.])\d{1,3}(?:\.\d{1,3}){3}\b(?!\.\d)")
 
 
-def without_names(text: str, names: Collection[str]) -> str:
-    """Returns a text without paths, addresses, secrets and ``names``, such as the user's and the host's."""
-    text = _SECRET.sub("<secret>", text)
-    text = _ADDRESS.sub("<address>", _PATH.sub("<path>", text))
+def without_names(text: str, names: Collection[str], versions: Collection[str] = ()) -> str:
+    """Returns a text without paths, addresses, secrets and ``names``, such as the user's and the host's. ``versions``
+    stay, although some look like addresses."""
+    text = _SECRET.sub("<secret>", _URL.sub("<address>", text))
+    text = _ADDRESS.sub(lambda match: match[0] if any(match[0] in each for each in versions) else "<address>", text)
+    text = _PATH.sub("<path>", text)
     for name in sorted(filter(None, names), key=len, reverse=True):
         text = re.sub(rf"\b{re.escape(name)}\b", "<name>", text)
     return text
 
 
 def bundle(report: Mapping[str, Any], path: Path, names: Collection[str]) -> None:
-    """Writes report.json and report.md into a .tar.gz that a user can send: `without_names`, also of the models. Raises
-    OSError."""
-    clean = _clean(report, {*names, socket.gethostname()})
+    """Writes report.json and report.md into a .tar.gz that a user can send: `without_names`, also those of the models,
+    the user and the host. Raises OSError."""
+    own = {*names, socket.gethostname()}
+    with contextlib.suppress(KeyError, OSError):  # a container's user may have no name
+        own.add(getpass.getuser())
+    clean = _clean(report, own, report["versions"].values())
     files = {"report.json": json.dumps(clean, indent=2), "report.md": markdown(clean)}
     with tarfile.open(path, "w:gz") as archive:
         for name, text in files.items():
@@ -241,9 +249,9 @@ def bundle(report: Mapping[str, Any], path: Path, names: Collection[str]) -> Non
             archive.addfile(info, BytesIO(content))
 
 
-def _clean(value: Any, names: Collection[str]) -> Any:
+def _clean(value: Any, names: Collection[str], versions: Collection[str]) -> Any:
     if isinstance(value, str):
-        return without_names(value, names)
+        return without_names(value, names, versions)
     if isinstance(value, Mapping):
-        return {key: _clean(each, names) for key, each in value.items()}
-    return [_clean(each, names) for each in value] if isinstance(value, list | tuple) else value
+        return {key: _clean(each, names, versions) for key, each in value.items()}
+    return [_clean(each, names, versions) for each in value] if isinstance(value, list | tuple) else value
