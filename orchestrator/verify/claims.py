@@ -48,12 +48,12 @@ CLAIMS: Mapping[str, Statement] = MappingProxyType(
             Statement("long-prompt", "engines", "so are answers to prompts of 512 and 4,096 tokens"),
             Statement("compile-killed", "compiler", "a killed compile leaves nothing that a start takes for complete"),
             Statement("compile-failed", "compiler", "a compile that fails is not repeated"),
+            Statement("damaged-artifact", "compiler", "a damaged graph is refused or compiled again, never served"),
             Statement("host-estimate", "memory", "a replica needs no more host memory than `plan` says"),
             Statement("hbm-estimate", "memory", "a replica needs no more HBM than `plan` says"),
             Statement(
                 "too-large", "faults", "a model that does not fit is refused before or by its load, with the reason"
             ),
-            Statement("damaged-artifact", "faults", "a damaged graph is refused or compiled again, never served"),
             Statement("texts-known", "faults", "every failure that was seen has an id of its own"),
             Statement("pinning", "pinning", "a replica on its planned CPUs decodes as fast as one on all, within 10 %"),
             Statement(

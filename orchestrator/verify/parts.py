@@ -32,7 +32,7 @@ from orchestrator.verify.judging import (
     step_s,
 )
 from orchestrator.verify.stand import MAX_CLAIM_S, Placed, Stand, TrialRun
-from orchestrator.verify.trials import FAMILIES, TinyTrial, degrees, starts
+from orchestrator.verify.trials import FAMILIES, TinyTrial, degrees, is_here, starts
 from placements.engines.capabilities import Dtype
 from placements.engines.memory import GIB
 from placements.engines.registry import capabilities, takes_cores
@@ -144,7 +144,7 @@ def trials_for(engine: str, host: Host, free: Sequence[int], extent: Extent) -> 
 
 
 def facts(problems: Sequence[Problem], readings: HostFacts, host: Host, folder: Path) -> Iterator[Verdict]:
-    """Judges what `doctor` reads of this machine, its limits, and the rate of its disk."""
+    """Judges what `doctor` reads of this machine, its limits, and the rate of the disk of ``folder``."""
     errors = [problem for problem in problems if problem.severity == "error"]
     found = "; ".join(f"{problem.id}: {problem.what}" for problem in problems) or "no problems"
     yield proved("doctor", not errors, found)
@@ -155,7 +155,7 @@ def facts(problems: Sequence[Problem], readings: HostFacts, host: Host, folder: 
         yield not_run("host-memory", why)
     else:
         here = f"{len(readings.devices)} devices, {len(readings.cores)} cores"
-        wanted = topology.at_lnc(None if host.topology is None else host.topology.lnc)
+        wanted = host.topology if host.topology and host.topology.instance == topology.instance else topology
         holds = (len(readings.devices), len(readings.cores)) == (wanted.devices, wanted.cores)
         yield proved("devices", holds, f"{here}; {wanted.instance} has {wanted.devices} and {wanted.cores}")
         gib = psutil.virtual_memory().total / 2**30
@@ -171,7 +171,7 @@ def facts(problems: Sequence[Problem], readings: HostFacts, host: Host, folder: 
 
 def read_rate(folder: Path) -> float:
     """Returns the bytes per second at which a new file of ``folder`` is read from the disk, not from the page cache."""
-    with tempfile.NamedTemporaryFile(dir=folder) as file:
+    with tempfile.TemporaryFile(dir=folder) as file:
         block = os.urandom(2**20)
         for _ in range(READ_BYTES // len(block)):
             file.write(block)
@@ -481,17 +481,24 @@ def speeds(stand: Stand, file: SpecFile, record: SpeedRecord, now: float) -> Ite
     """Measures each model of the user's spec on its own cores, and records its times for later plans."""
     for model in () if file.spec is None else file.spec.models:
         placed = stand.place(file, model.name)
-        if isinstance(placed, Failure) or model.kind != "generate" or capabilities(placed.config.model.engine).forwards:
-            yield not_run(
-                "speeds", str(placed) if isinstance(placed, Failure) else "only models that generate", model.name
-            )
+        if isinstance(placed, Failure):
+            yield not_run("speeds", str(placed), model.name)
+            continue
+        if model.kind != "generate" or capabilities(placed.config.model.engine).forwards:
+            yield not_run("speeds", "only models that generate", model.name)
+            continue
+        if not is_here(placed.host, file.machine):
+            yield not_run("speeds", f"its place is {placed.host.name}, another machine", model.name)
             continue
         longest = max(LEAST_TOKENS, placed.config.max_len - TOKENS)
         lengths = sorted({max(1, longest // part) for part in (16, 4, 2)})
         ids = [(f"{length} {i}", length) for length in lengths for i in range(LEAST_REQUESTS // 2)]
         run = stand.run(placed, [[ask(id, prompt(length, seed=i))] for i, (id, length) in enumerate(ids)])
-        if trouble(run):
-            yield proved("speeds", False, trouble(run), model.name)
+        if run.failure is not None and run.failure.id == "cores-taken":
+            yield not_run("speeds", trouble(run), model.name)
+            continue
+        if trouble(run) or silent(run):
+            yield proved("speeds", False, trouble(run) or silent(run), model.name)
             continue
         times: Times = {}
         for id, length in ids:
@@ -499,7 +506,7 @@ def speeds(stand: Stand, file: SpecFile, record: SpeedRecord, now: float) -> Ite
             note(times, PACE, fmean(paces(run.answers[id])))
         engine = placed.config.model.engine
         record.add(shape_of(model, placed.checkpoint, engine, placed.hosts), times, now)
-        guess = speed(model, placed.checkpoint, engine, placed.hosts[0].topology)
+        guess = speed(model, placed.checkpoint, engine, placed.host.topology)
         measured = speeds_of(times)[0].get("step_ms", 0.0)
         found = f"a step takes {measured:.2f} ms, `plan` estimates {1000 * guess.step_s:.2f} ({guess.source})"
         off = abs(measured / 1000 - guess.step_s) / guess.step_s
@@ -527,8 +534,8 @@ def pinning(stand: Stand, extent: Extent) -> Iterator[Verdict]:
                 ]
             ]
     run = stand.run("base", groups)
-    if trouble(run):
-        yield proved("pinning", False, trouble(run))
+    if trouble(run) or silent(run, least=1):
+        yield proved("pinning", False, trouble(run) or silent(run, least=1))
         return
     steps = step_s([run.answers[f"steps {i}"] for i in range(extent.rounds)])
     if "COREWRIGHT_CPUS" in placed.config.place.env:
@@ -555,6 +562,12 @@ def trouble(run: TrialRun) -> str:
         return ""
     known = "" if run.failure.id not in VAGUE else " (not recognized)"
     return f"{run.failure.id}{known}: {run.failure.what}"
+
+
+def silent(run: TrialRun, least: int = 2) -> str:
+    """Returns the first answer with fewer than ``least`` times of tokens, and why; "" if there is none."""
+    short = (answer for answer in run.answers.values() if len(answer.at) < least)
+    return next((f"the answer {each.id} has {len(each.at)} steps: {each.error or each.finish}" for each in short), "")
 
 
 def _cores(config: ReplicaConfig) -> str:

@@ -17,7 +17,7 @@ from orchestrator.control.resolve.offline_configs import OfflineConfigs
 from orchestrator.control.resolve.spec_file import SpecFile, examine, this_machine
 from orchestrator.process.failure import Failed
 from orchestrator.process.home import Home
-from orchestrator.verify.trials import TinyTrial, spec_text
+from orchestrator.verify.trials import TinyTrial, is_here, spec_text
 from placements.facts.checkpoints import Checkpoint
 from placements.facts.topology import Host
 from placements.resources.host_memory import host_memory
@@ -59,6 +59,11 @@ class Placed:
     model: ModelSpec
     checkpoint: Checkpoint | None
     hosts: tuple[Host, ...]
+
+    @property
+    def host(self) -> Host:
+        """The host of its place."""
+        return next(host for host in self.hosts if host.name == self.config.place.host)
 
     @property
     def needs_gib(self) -> float:
@@ -117,7 +122,10 @@ class Stand:
         assert model is not None
         offline = OfflineConfigs(file, self.home)
         places = offline.places(model)
-        config = places if isinstance(places, Failure) else offline.config(next(iter(places.values())))
+        if isinstance(places, Failure):
+            return places
+        here = {host.name for host in file.hosts if is_here(host, file.machine)}
+        config = offline.config(max(places.values(), key=lambda place: place.host in here))
         if isinstance(config, Failure):
             return config
         return Placed(

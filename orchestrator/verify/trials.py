@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from placements.facts.core_range import CoreRange
-from placements.facts.topology import Topology, alignment, degree
+from placements.facts.topology import Host, Machine, Topology, alignment, degree
 
 VOCAB_SIZE = 512  # of the tokenizer of placements/examples/models/tiny
 POSITIONS = 8192
@@ -104,10 +104,19 @@ def degrees(topology: Topology) -> list[int]:
     return [tp for tp in range(1, topology.cores + 1) if (row := degree(topology.family, tp)) and row.documented]
 
 
-def settings_of(text: str | None, devices: bool) -> tuple[Any, Any]:
+def is_here(host: Host, machine: Machine) -> bool:
+    """Returns whether replicas of a host run on this machine."""
+    return host.emulated or host.topology is None or host.topology.instance == machine.instance
+
+
+def settings_of(text: str | None, devices: bool, host: Host | None = None) -> tuple[Any, Any]:
     """Returns the sections ``hosts`` and ``engines`` of the user's spec (None: no spec): without one, those of this
-    machine, or of an emulated one where it has no ``devices``."""
+    machine, or of an emulated one where it has no ``devices``. ``host``: only its entry of several."""
     if text is None:
         return None if devices else {"emulate": "inf2.48xlarge"}, None
     read = yaml.safe_load(text)
-    return read.get("hosts"), read.get("engines")
+    hosts = read.get("hosts")
+    if isinstance(hosts, list) and host is not None and host.topology is not None:
+        key = "emulate" if host.emulated else "instance"
+        hosts = next(entry for entry in hosts if entry.get(key) == host.topology.instance)
+    return hosts, read.get("engines")

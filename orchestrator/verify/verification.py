@@ -17,7 +17,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any, get_args
 
-from orchestrator.control.resolve.spec_file import SpecFile, examine, this_machine
+from orchestrator.control.resolve.spec_file import SpecFile, examine, start_problems, this_machine
 from orchestrator.process.failure import Failed
 from orchestrator.process.home import Home
 from orchestrator.process.speed_record import SpeedRecord
@@ -26,7 +26,7 @@ from orchestrator.verify import parts
 from orchestrator.verify.claims import CLAIMS, Part, Verdict, not_run
 from orchestrator.verify.parts import Extent
 from orchestrator.verify.stand import Stand, busy_cores
-from orchestrator.verify.trials import TinyTrial, settings_of
+from orchestrator.verify.trials import TinyTrial, is_here, settings_of
 from placements.engines.registry import Engine, capabilities, resolve
 from placements.facts.plural import counted
 from placements.facts.topology import Host
@@ -57,8 +57,8 @@ class VerifiedMachine:
 
 
 def host_of(file: SpecFile | None) -> Host:
-    """Returns the first host of the user's spec; without one this machine, or an emulated inf2.48xlarge. Raises Failed
-    for a spec with errors."""
+    """Returns the first host of the user's spec that is here; without a spec this machine, or an emulated
+    inf2.48xlarge. Raises Failed for a spec with errors, or for other machines."""
     if file is None:
         hosts, _ = settings_of(None, bool(devices()))
         text = json.dumps({"version": 1, "hosts": hosts, "models": {"m": {"engine": "echo"}}})
@@ -68,7 +68,10 @@ def host_of(file: SpecFile | None) -> Host:
         raise (
             Failed.of(error) if error else Failed("verify-refused", f"{file.name} has no hosts", "name one in `hosts`")
         )
-    return file.hosts[0]
+    host = next((host for host in file.hosts if is_here(host, file.machine)), None)
+    if host is None:
+        raise Failed.of(next(problem for problem in start_problems(file) if problem.id == "host-differs"))
+    return host
 
 
 def engine_of(file: SpecFile | None, host: Host, name: str | None) -> Engine:
@@ -101,6 +104,8 @@ def machine_of(
 
 def trials_of(machine: VerifiedMachine, extent: Extent, chosen: Collection[Part]) -> list[TinyTrial]:
     """Returns the tiny models that the chosen parts load."""
+    if set(chosen) == {"facts"}:
+        return []
     made = parts.trials_for(machine.engine, machine.host, machine.free, extent)
     if "engines" not in chosen:
         made = [trial for trial in made if not trial.name.startswith("family-")]
@@ -128,11 +133,11 @@ def verify(
     """Yields the verdicts of the chosen parts, in their order. ``records``: the measured speeds go into the home's file
     of speeds, which no fleet may be writing. Raises Failed."""
     trials = trials_of(machine, extent, chosen)
-    hosts, engines = settings_of(None if machine.file is None else machine.file.text, bool(devices()))
+    hosts, engines = settings_of(None if machine.file is None else machine.file.text, bool(devices()), machine.host)
     with tempfile.TemporaryDirectory(prefix="corewright-verify-") as name:
         folder = Path(name)
         if "facts" in chosen:
-            yield from parts.facts(machine.problems, machine.facts, machine.host, folder)
+            yield from _measured("facts", parts.facts(machine.problems, machine.facts, machine.host, home.path))
         if not trials:
             missing = [claim for claim in CLAIMS.values() if claim.part in chosen and claim.part != "facts"]
             held = ", ".join(f"{core} by {who}" for core, who in machine.busy.items())
@@ -152,7 +157,18 @@ def verify(
         for part, step in steps.items():
             if part in chosen:
                 say(f"verifying {part}")
-                yield from step()
+                yield from _measured(part, step())
+
+
+def _measured(part: Part, verdicts: Iterator[Verdict]) -> Iterator[Verdict]:
+    """Yields the verdicts of a part. What an error keeps from being measured is not run: the report has the rest."""
+    claims = {claim.id for claim in CLAIMS.values() if claim.part == part}
+    try:
+        for verdict in verdicts:
+            claims.discard(verdict.claim)
+            yield verdict
+    except (Failed, OSError) as error:
+        yield from (not_run(claim, str(error)) for claim in CLAIMS if claim in claims)
 
 
 def _speeds(machine: VerifiedMachine, stand: Stand, home: Home, records: bool) -> Iterator[Verdict]:

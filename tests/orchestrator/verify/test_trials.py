@@ -12,7 +12,7 @@ from orchestrator.verify.parts import FULL, QUICK, Extent, trials_for
 from orchestrator.verify.trials import degrees, settings_of, spec_text, starts
 from orchestrator.verify.verification import engine_of, host_of
 from placements.facts.core_range import CoreRange
-from placements.facts.topology import TOPOLOGIES, Host
+from placements.facts.topology import TOPOLOGIES, Host, Machine
 from placements.planner.plan import plan
 
 NAMES = ("cpu", "transformers-neuronx", "nxd-inference", "optimum-neuron")
@@ -66,6 +66,24 @@ def test_without_a_spec_it_is_this_machine_or_an_emulated_one() -> None:
     assert settings_of(None, devices=False) == ({"emulate": "inf2.48xlarge"}, None)
     text = "hosts: {instance: trn1.32xlarge}\nengines: {cpu: {warm: false}}\nmodels: {}\n"
     assert settings_of(text, devices=False) == ({"instance": "trn1.32xlarge"}, {"cpu": {"warm": False}})
+    several = "hosts: [{instance: trn2.48xlarge}, {instance: inf2.48xlarge, reserve: {cores: [0]}}]\nmodels: {}\n"
+    own = {"instance": "inf2.48xlarge", "reserve": {"cores": [0]}}
+    assert settings_of(several, devices=True, host=host("inf2.48xlarge")) == (own, None)
+
+
+def test_of_several_types_of_hosts_that_of_this_machine_is_verified() -> None:
+    text = "hosts: [{instance: trn2.48xlarge}, {instance: inf2.48xlarge}]\nmodels: {m: {engine: echo}}\n"
+    file = examine(text, "spec.yaml", "/", Machine((0, 1), "inf2.48xlarge"), folders="ignore")
+    assert host_of(file).name == "inf2.48xlarge/0"
+
+
+@pytest.mark.parametrize("instance", [None, "trn1.2xlarge"])
+def test_a_spec_for_other_machines_is_refused(instance: str | None) -> None:
+    """Its cores do not exist here."""
+    text = "hosts: {instance: inf2.48xlarge}\nmodels: {m: {engine: echo}}\n"
+    with pytest.raises(Failed, match="host-differs") as refused:
+        host_of(examine(text, "spec.yaml", "/", Machine((0, 1), instance), folders="ignore"))
+    assert "emulate: inf2.48xlarge" in refused.value.problem.hint
 
 
 @pytest.mark.parametrize("engine", ["echo", "server", "torch-neuronx"])
@@ -78,7 +96,7 @@ def test_an_engine_whose_answers_cannot_be_compared_is_refused(engine: str) -> N
 def test_the_engine_is_that_of_the_specs_first_model_that_generates(tmp_path: Path) -> None:
     text = "hosts: {instance: trn1.32xlarge}\nmodels:\n  v: {engine: echo, kind: embedding}\n"
     text += "  m: {engine: transformers-neuronx, source: ./m, tp_degree: 2}\n"
-    file = examine(text, "spec.yaml", str(tmp_path), this_machine(), folders="ignore")
+    file = examine(text, "spec.yaml", str(tmp_path), Machine((0, 1), "trn1.32xlarge"), folders="ignore")
     assert host_of(file).topology == TOPOLOGIES["trn1.32xlarge"]
     assert engine_of(file, host_of(file), None) == "transformers-neuronx"
     assert engine_of(file, host_of(file), "cpu") == "cpu"

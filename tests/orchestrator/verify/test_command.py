@@ -1,0 +1,87 @@
+"""The command `corewright verify`: what it starts, and what it reports when a part cannot be measured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from orchestrator.cli import main as cli
+from orchestrator.control.resolve.spec_file import SpecFile, examine
+from orchestrator.process.failure import Failed
+from orchestrator.process.speed_record import SpeedRecord
+from orchestrator.verify import parts, verification
+from orchestrator.verify.claims import CLAIMS, Verdict, proved
+from orchestrator.verify.stand import TrialRun
+from placements.facts.topology import Machine
+from workers.messages.status import Failure
+from workers.serving.timed_answers import TimedAnswer
+
+
+def test_the_facts_of_the_machine_are_judged_without_models_on_the_disk_of_the_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """/tmp may be in memory, and making models needs torch."""
+    read = []
+    monkeypatch.setenv("COREWRIGHT_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(parts, "read_rate", lambda folder: read.append(folder) or 2e9)
+    monkeypatch.setattr(verification, "Stand", None)
+    cli.run(["verify", "--only", "facts", "-o", "json"])
+    verdicts = json.loads(capsys.readouterr().out)["verdicts"]
+    assert [each["claim"] for each in verdicts] == [claim.id for claim in CLAIMS.values() if claim.part == "facts"]
+    assert read == [tmp_path / "home"]
+
+
+def test_what_an_error_keeps_from_being_measured_is_not_run() -> None:
+    """The report keeps what was measured before it, which may have taken an hour."""
+
+    def broken() -> Iterator[Verdict]:
+        yield proved("compile-killed", True, "nothing was taken for complete")
+        raise Failed("verify-failed", "the reference ended", "see its log")
+
+    verdicts = list(verification._measured("compiler", broken()))
+    assert [(each.claim, each.result) for each in verdicts] == [
+        ("compile-killed", "proved"),
+        ("compile-failed", "not run"),
+        ("damaged-artifact", "not run"),
+    ]
+    assert verdicts[1].found == "verify-failed: the reference ended"
+
+
+# -- The models of the spec
+
+TEXT = "hosts: {emulate: inf2.24xlarge}\nmodels: {m: {engine: echo}}\n"
+
+
+def speeds(run: TrialRun, tmp_path: Path, instance: str | None = None, text: str = TEXT) -> Verdict:
+    file: SpecFile = examine(text, "spec.yaml", "/", Machine((0, 1), instance), folders="ignore")
+    config = SimpleNamespace(max_len=128, model=SimpleNamespace(engine="echo"))
+    stand: Any = SimpleNamespace(
+        place=lambda file, name: SimpleNamespace(config=config, host=file.hosts[-1]), run=lambda *_: run
+    )
+    (verdict,) = parts.speeds(stand, file, SpeedRecord(tmp_path / "speeds.json", "0.1.0", 0.0), 0.0)
+    return verdict
+
+
+def test_a_model_whose_cores_are_taken_is_not_run(tmp_path: Path) -> None:
+    """A fleet may serve it meanwhile."""
+    taken = TrialRun(failure=Failure("cores-taken", "core 0 is held by pid 7"))
+    verdict = speeds(taken, tmp_path)
+    assert (verdict.result, verdict.found) == ("not run", "cores-taken: core 0 is held by pid 7")
+
+
+def test_an_answer_without_steps_refutes_the_speed_with_its_error(tmp_path: Path) -> None:
+    run = TrialRun(answers={"4 0": TimedAnswer(id="4 0", finish="error", error="the logits are not finite")})
+    verdict = speeds(run, tmp_path)
+    assert verdict.result == "refuted"
+    assert verdict.found == "the answer 4 0 has 0 steps: the logits are not finite"
+
+
+def test_a_model_with_its_place_on_another_machine_is_not_run(tmp_path: Path) -> None:
+    text = "hosts: [{instance: inf2.48xlarge}, {instance: trn2.48xlarge}]\nmodels: {m: {engine: echo}}\n"
+    verdict = speeds(TrialRun(), tmp_path, "inf2.48xlarge", text)
+    assert (verdict.result, verdict.found) == ("not run", "its place is trn2.48xlarge/0, another machine")
