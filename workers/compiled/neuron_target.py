@@ -24,19 +24,23 @@ class NeuronTarget:
 
 def current() -> NeuronTarget:
     """Returns the target by the environment, else by the instance type; an unknown type is its own target."""
-    family = (host_facts.instance_type() or "").partition(".")[0]
-    name = os.environ.get(OVERRIDE) or TARGETS.get(family, family) or None
+    name = os.environ.get(OVERRIDE) or target_of(host_facts.instance_type() or "") or None
     lnc = next(filter(None, map(os.environ.get, LNC)), None)
     if lnc is None:
         return NeuronTarget(name, DEFAULT_LNC.get(name or ""))
     return NeuronTarget(name, int(lnc) if lnc.isdecimal() else lnc)
 
 
+def target_of(instance: str) -> str:
+    """Returns the compiler's target for an instance type, or for the part of its name before the dot; "" for ""."""
+    family = instance.partition(".")[0]
+    return TARGETS.get(family, family)
+
+
 def refusal(override: str, instance: str) -> Failure | None:
     """Returns why the value of `OVERRIDE` on a host is wrong for its instance type; None: it is unset, or right."""
-    family = instance.partition(".")[0]
-    target = TARGETS.get(family, family)
-    if not override or TARGETS.get(override, override) == target:
+    target = target_of(instance)
+    if not override or target_of(override) == target:
         return None
     fact = f"{OVERRIDE} is {override} in the environment of the host, but {instance} runs code for {target}"
     return Failure("target-differs", fact, f"unset it where `up` or Ray is started, or set it to {target}")

@@ -43,12 +43,6 @@ class WarmModel(msgspec.Struct, frozen=True, kw_only=True, tag="loaded"):
     """The model is loaded and its buckets are warm."""
 
     seconds: float  # since the request was read: claim, weights, graphs, warm-up
-    max_len: int
-    slots: int
-    prefill_buckets: list[int]
-    returns_logits: bool
-    prefix_block: int
-    draft_k: int
 
 
 class TimedAnswer(msgspec.Struct, frozen=True, kw_only=True, tag="answer"):
@@ -138,17 +132,7 @@ def run(job: TimedJob, send: Callable[[Reply], None]) -> None:
     began, activity, id, timed = time.monotonic(), "the load", "load-failed", _TimedRun()
     try:
         with opened(job.config, timed.emit) as backend:
-            spec = backend.spec
-            loaded = WarmModel(
-                seconds=time.monotonic() - began,
-                max_len=spec.max_len,
-                slots=spec.slots,
-                prefill_buckets=list(spec.prefill_buckets),
-                returns_logits=spec.returns == "logits",
-                prefix_block=spec.prefix_block,
-                draft_k=max(spec.draft_k, spec.run_k),
-            )
-            send(loaded)
+            send(WarmModel(seconds=time.monotonic() - began))
             activity, id = "a step of the engine", "engine-failed"
             threading.Thread(target=timed.step, args=(backend,), daemon=True).start()
             for group in job.groups:

@@ -178,7 +178,7 @@ def target_of(host: Host, engine: Engine) -> str:
     topology = host.topology
     if topology is None or not (needs_neuron(engine) or engine == "auto"):
         return ""
-    name = topology.instance if engine == "auto" else _target(topology.instance)
+    name = topology.instance if engine == "auto" else neuron_target.target_of(topology.instance)
     return name if topology.lnc is None else f"{name}-lnc{topology.lnc}"
 
 
@@ -187,13 +187,8 @@ def for_the_target(config: ReplicaConfig, host: Host) -> ReplicaConfig:
     host. An emulated host is this machine itself."""
     if not needs_neuron(config.model.engine) or host.topology is None or host.emulated:
         return config
-    target = _target(host.topology.instance)
-    if os.environ.get(neuron_target.OVERRIDE) or _target(this_host.instance_type() or "") == target:
+    target = neuron_target.target_of(host.topology.instance)
+    if os.environ.get(neuron_target.OVERRIDE) or neuron_target.target_of(this_host.instance_type() or "") == target:
         return config
     place = msgspec.structs.replace(config.place, env={**config.place.env, neuron_target.OVERRIDE: target})
     return msgspec.structs.replace(config, place=place)
-
-
-def _target(instance: str) -> str:
-    family = instance.partition(".")[0]
-    return neuron_target.TARGETS.get(family, family)
