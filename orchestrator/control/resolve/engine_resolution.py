@@ -13,6 +13,7 @@ from orchestrator.control.resolve.resolved_revision import ResolvedRevision
 from orchestrator.process.version import corewright_version
 from placements.engines.registry import (
     AUTO_ENGINES,
+    HOST_ENGINES,
     SERVER_ENGINES,
     Engine,
     NoEngine,
@@ -111,8 +112,10 @@ def _misread(interpreter: Interpreter, engine: str, model: str, generation: Reso
 
 
 def _mistargeted(interpreter: Interpreter, config: ReplicaConfig, generation: ResolvedRevision) -> Failure | None:
-    topology = _host_of(config, generation).topology
-    return None if topology is None else neuron_target.refusal(interpreter.target, topology.instance)
+    host = _host_of(config, generation)
+    if host.topology is None or host.emulated or config.model.engine in HOST_ENGINES:
+        return None  # nothing is compiled for devices
+    return neuron_target.refusal(interpreter.target, host.topology.instance)
 
 
 def _host_of(config: ReplicaConfig, generation: ResolvedRevision) -> Host:

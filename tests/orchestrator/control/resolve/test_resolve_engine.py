@@ -53,6 +53,15 @@ def test_auto_checks_the_interpreters_of_the_spec(tmp_path: Path) -> None:
     assert replica["engine"] == "nxd-inference"
 
 
+def test_a_target_of_other_machines_stops_no_engine_that_compiles_for_none(tmp_path: Path) -> None:
+    """The engine cpu computes on the host's CPUs."""
+    spec = SPEC + "engines: {cpu: {python: /opt/cpu/bin/python}}\nmodels: {a: {engine: cpu}}\n"
+    packages = {"torch": "2.9.0", "transformers": "4.57.1", "safetensors": "0.6.2", "numpy": "2.1.0"}
+    own = msgspec.structs.replace(OWN, packages=packages, target="trn2")
+    _, replica = play(tmp_path, spec, {"/opt/cpu/bin/python": own})
+    assert (replica["state"], replica["reason"]) == ("ready", None)
+
+
 ENCODER = SPEC + "models: {a: {kind: embedding, buckets: {prefill: [64, 128]}}}\n"
 TRACES = ("torch-neuronx", "neuronx-cc", "torch", "safetensors", "numpy", "transformers")
 
