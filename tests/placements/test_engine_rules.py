@@ -550,13 +550,16 @@ def test_what_others_have_seen_to_fail_is_a_warning(
     assert all(problem.severity == "warning" and "#1303" in problem.what and problem.hint for problem in known)
 
 
-@pytest.mark.parametrize(("compiler", "count"), [("2.23.6484.0+3b612583", 1), ("2.22.12471.0", 0)])
-def test_installed_packages_decide_what_is_known_to_fail(compiler: str, count: int) -> None:
-    """Instead of the release that the plan counts with."""
-    parsed = parse(f"hosts: {{instance: {INF2}}}\nmodels: {{a: {{source: ./a, engine: {NXD}, tp_degree: 8}}}}\n", "f")
+@pytest.mark.parametrize(
+    ("hosts", "compiler", "count"),
+    [("instance", "2.23.6484.0+3b612583", 1), ("instance", "2.22.12471.0", 0), ("emulate", "2.23.6484.0+3b612583", 0)],
+)
+def test_installed_packages_decide_what_is_known_to_fail(hosts: str, compiler: str, count: int) -> None:
+    """Instead of the release that the plan counts with. On an emulated host they compile nothing."""
+    parsed = parse(f"hosts: {{{hosts}: {INF2}}}\nmodels: {{a: {{source: ./a, engine: {NXD}, tp_degree: 8}}}}\n", "f")
     assert parsed.spec is not None
-    hosts, installed = hosts_for(parsed.spec, LAPTOP), {NXD: {"neuronx-cc": compiler}}
-    problems = check(parsed.spec, hosts, {"a": QWEN3_8B}, installed=installed)
+    installed = {NXD: {"neuronx-cc": compiler}}
+    problems = check(parsed.spec, hosts_for(parsed.spec, LAPTOP), {"a": QWEN3_8B}, installed=installed)
     assert [problem.id for problem in problems].count("known-failure") == count
 
 

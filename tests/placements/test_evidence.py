@@ -56,6 +56,7 @@ def test_every_report_names_things_that_exist(report: ModelReport) -> None:
         (QWEN_7B, NXD, "2.28", "inf2", "compiled"),
         (QWEN_7B, NXD, "2.31", "inf2", "support ended"),
         (QWEN_7B._replace(parameters=1_543_714_304), NXD, "2.28", "inf2", "failed"),
+        (QWEN_7B._replace(parameters=8_400_000_000), NXD, "2.28", "inf2", "nobody reported"),
         (QWEN_7B._replace(parameters=None), NXD, "2.28", "inf2", "nobody reported"),
         (LLAMA_32, NXD, "2.28", "inf2", "failed"),
         (LLAMA_31, OPTIMUM, "2.26", "inf2", "served"),

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from orchestrator.control.decisions.replica_view import BREAKER_PAUSE_S, MAX_REFUSALS
+from orchestrator.control.decisions.replica_view import BREAKER_PAUSE_S, MAX_REFUSALS, ReplicaView
 from orchestrator.control.host_conditions import SET_ASIDE_S, cores_of_devices
 from orchestrator.control.journal.journal import Journal
+from orchestrator.messages.replica_states import State
 from orchestrator.messages.route_table import ModelRoutes
+from placements.facts.core_range import CoreRange
 from placements.facts.topology import TOPOLOGIES, Host
 from tests.orchestrator.fakes import FakeCluster, Played, settled_fleet, starting_fleet, virtually
 from workers.messages.status import Failure, Phase, Reaction, ServerLoad
@@ -82,6 +85,19 @@ async def test_refused_cores_that_nobody_holds_are_tried_again_before_they_are_s
     assert [round(later - before) for before, later in pairwise(at)] == [1, 2, 4, 8]
     assert fleet.replica("a/0")["cores"] == "8-11"
     assert set(quarantine(fleet)) == set(range(4))
+
+
+def test_refusals_count_in_a_row_on_the_same_cores_of_a_start_that_has_not_served() -> None:
+    """Each place gets all of its attempts, and so does a replica that has served since."""
+    cores = CoreRange(0, 3)
+    view = ReplicaView("a", 0, 2, HOST, cores, State.FAILED, 0.0, refusals=MAX_REFUSALS)
+    again = ReplicaView("a", 0, 3, HOST, cores, State.PENDING, 1.0)
+    elsewhere = dataclasses.replace(again, cores=CoreRange(4, 7))
+    assert again.following(view).refusals == MAX_REFUSALS
+    assert elsewhere.following(view).refusals == 0
+    assert dataclasses.replace(view, refusals=2).refusals_after(REFUSED) == 3
+    assert view.refusals_after(REFUSED) == 0
+    assert dataclasses.replace(view, served=True).refusals_after(REFUSED) == 1
 
 
 @settled_fleet(PINNED)

@@ -11,7 +11,7 @@ import pytest
 
 from workers.engines import weight_files
 from workers.engines.checkpoint_files import check_rotary, contents_of
-from workers.engines.weight_files import check_checkpoint
+from workers.engines.weight_files import check_checkpoint, copy_bytes
 from workers.messages.engine_protocol import EngineLoadError
 
 
@@ -67,6 +67,13 @@ def save(folder: Path, header: Any, data: int, length: int | None = None) -> Pat
     prefix = (len(text) if length is None else length).to_bytes(8, "little")
     (folder / "model.safetensors").write_bytes(prefix + text + bytes(data))
     return folder
+
+
+def test_a_copy_has_floats_in_its_own_dtype_and_quantized_tensors_as_they_are(tmp_path: Path) -> None:
+    """By which the room on the disk is checked before a compilation."""
+    header = {"quantized": tensor(0, 4, (4,), "I8"), "scale": tensor(4, 12, (2,), "F32")}
+    save(tmp_path, header, 12)
+    assert (copy_bytes(tmp_path, "bf16"), copy_bytes(tmp_path, "fp32")) == (4 + 2 * 2, 4 + 2 * 4)
 
 
 BRACKETS = b"[" * 100_000 + b"]" * 100_000

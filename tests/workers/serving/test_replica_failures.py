@@ -147,7 +147,7 @@ def holder() -> Iterator[subprocess.Popen[bytes]]:
 def test_the_failure_of_taken_cores_has_their_owner(
     holder: subprocess.Popen[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its pid and command, as reported by neuron-ls."""
+    """Its pid and command, as reported by neuron-ls; else a start may try these cores again."""
     device = {"neuron_device": 1, "nc_count": 2, "neuroncore_ids": [2, 3], "memory_size": 1, "bdf": "00:1f.0"}
     device["neuron_processes"] = [{"pid": holder.pid, "command": "python", "neuron_runtime_version": "2.22"}]
     (tmp_path / "listing.json").write_text(json.dumps([device]))
@@ -159,6 +159,11 @@ def test_the_failure_of_taken_cores_has_their_owner(
     assert (taken.id, taken.reaction, taken.held) == ("cores-taken", Reaction.ELSEWHERE, True)
     assert "nc2-nc3 were requested, 1 of them" in taken.what
     assert f"held: nc3 by pid {holder.pid} (python)" in taken.what
+
+    (tmp_path / "listing.json").write_text(json.dumps([{**device, "neuron_processes": []}]))
+    late = failure(RuntimeError(TAKEN), tmp_path / "none.log")
+    assert (late.reaction, late.held) == (Reaction.ELSEWHERE, False)
+    assert "held: by no process now" in late.what
 
 
 @pytest.mark.slow
