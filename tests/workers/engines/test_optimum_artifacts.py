@@ -6,6 +6,7 @@ import importlib
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from tests.workers.optimum_traffic import config_of, export_here, play
 from workers.compiled.orders import NEEDS_DEVICE, BuildTrouble, Built, Order, Reply
 from workers.engines.open_engine import open_engine
 from workers.engines.optimum_neuron import artifacts
+from workers.messages.engine_protocol import EngineLoadError
 from workers.messages.replica_config import ReplicaConfig
 from workers.serving import prepare
 
@@ -80,6 +82,17 @@ def another(source: Path, tmp_path: Path, cache: str, monkeypatch: pytest.Monkey
     """A host that has the model in another folder, and compiled nothing."""
     monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", str(tmp_path / "another-cache"))
     return config_of(Path(shutil.copytree(source, tmp_path / "another")), tmp_path / "b", neff_cache=cache)
+
+
+@pytest.mark.parametrize("version", ["0.4.5"], indirect=True)
+def test_an_export_without_room_for_its_weights_does_not_begin(
+    version: str, sources: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has a copy of them, other than that of transformers-neuronx below 0.0.28."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
+    with pytest.raises(EngineLoadError) as refused:
+        answers(config_of(sources("llama"), tmp_path / "a"))
+    assert refused.value.id == "disk-full"
 
 
 def test_an_export_is_loaded_by_another_host_without_a_compile(

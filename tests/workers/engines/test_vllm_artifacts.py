@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -19,8 +21,9 @@ from tests.fleet import until
 from tests.replica_configs import changed, replica_config
 from tests.s3 import S3Server
 from workers.compiled import preparation
+from workers.compiled.host_sets import entry
 from workers.compiled.orders import NEEDS_DEVICE, BuildTrouble, Built, Order, Predicted, Reply, Wanted
-from workers.engines.vllm.artifacts import NO_COMPILE
+from workers.engines.vllm.artifacts import NO_COMPILE, filling
 from workers.engines.vllm.engine import start_vllm
 from workers.host import file_lock
 from workers.messages.engine_protocol import EngineLoadError
@@ -188,6 +191,21 @@ def replica(config: ReplicaConfig) -> subprocess.Popen[str]:
         text=True,
         env=dict(os.environ),
     )
+
+
+def test_a_compilation_without_room_for_its_weights_does_not_begin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plugin on NxD Inference keeps a copy of them with its graphs."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=6))
+    config = Host(tmp_path / "a", NXD).config
+    with (
+        pytest.raises(EngineLoadError) as refused,
+        entry(tmp_path / "sets", {"engine": "vllm"}) as held,
+        filling(config, "nxd", held),
+    ):
+        pass
+    assert refused.value.id == "disk-full"
 
 
 def test_a_second_start_compiles_nothing(host: Host) -> None:
