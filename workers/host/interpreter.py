@@ -43,7 +43,7 @@ _COMMANDS = {"neuronx-cc": "neuronx-cc", "libneuronpjrt-path": "torch-neuronx"}
 
 # Imports only the standard library: importing torch takes seconds, and a Neuron package could claim cores.
 _PROBE = """
-import importlib.metadata as metadata, importlib.util, json, os, sys, sysconfig
+import importlib.metadata as metadata, importlib.util, json, os, shutil, sys, sysconfig
 def version(name):
     try:
         return metadata.version(name)
@@ -56,6 +56,9 @@ def folder(name):
     except (ImportError, AttributeError, IndexError, TypeError, ValueError):
         return None
 scripts = sysconfig.get_path("scripts")
+def has(name, package):  # beside Python, or first on PATH and beside the packages, such as those of pip install --user
+    beside = os.path.normpath(os.path.join(metadata.distribution(package).locate_file(""), "../../../bin", name))
+    return os.access(os.path.join(scripts, name), os.X_OK) or shutil.which(name) == beside
 print(json.dumps({
     "version": ".".join(map(str, sys.version_info[:3])),
     "executable": sys.executable,
@@ -68,7 +71,7 @@ print(json.dumps({
     "absent": [
         name
         for name, package in %r.items()
-        if version(package) is not None and not os.access(os.path.join(scripts, name), os.X_OK)
+        if version(package) is not None and not has(name, package)
     ],
     "target": os.environ.get("NEURON_PLATFORM_TARGET_OVERRIDE", ""),
 }))

@@ -113,6 +113,23 @@ def test_a_probe_has_the_commands_that_an_installed_package_lacks(
     assert (probed.scripts, probed.absent) == (str(python.parent), absent)
 
 
+@pytest.mark.parametrize(("first", "absent"), [("user", ()), ("other", ("neuronx-cc",))])
+def test_commands_beside_their_packages_are_the_interpreters_if_path_finds_them_first(
+    first: str, absent: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as those of pip install --user."""
+    python = make_interpreter(tmp_path / "venv", neuron=False)
+    info = tmp_path / "user/lib/python3/site-packages/neuronx_cc-2.21.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: neuronx-cc\nVersion: 2.21\n")
+    for name in ("user", "other"):
+        (tmp_path / name / "bin").mkdir(parents=True)
+        script(tmp_path / name / "bin" / "neuronx-cc", "exit 0")
+    monkeypatch.setenv("PYTHONPATH", str(info.parent))
+    monkeypatch.setenv("PATH", f"{tmp_path / first / 'bin'}:{tmp_path / 'user/bin'}:{os.environ['PATH']}")
+    assert probe(str(python), 30.0).absent == absent
+
+
 @pytest.mark.parametrize(
     ("interpreter", "engine", "id", "detail"),
     [
