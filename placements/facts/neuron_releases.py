@@ -40,8 +40,11 @@ class Sdk:
 
     @property
     def packages(self) -> Mapping[str, str]:
-        """The compiler and NxD Inference: distribution -> version, where it is stated."""
-        versions = {"neuronx-cc": self.neuronx_cc, "neuronx-distributed-inference": self.nxd_inference}
+        """The compiler and NxD Inference: distribution -> version, where it is stated; of a patch whose versions are
+        not, those of its series."""
+        alike = (other for other in reversed(SDKS) if other.series == self.series and other.neuronx_cc)
+        stated = self if self.neuronx_cc else next(alike, self)
+        versions = {"neuronx-cc": stated.neuronx_cc, "neuronx-distributed-inference": stated.nxd_inference}
         return {name: version for name, version in versions.items() if version}
 
     @property

@@ -222,3 +222,10 @@ def test_a_version_that_is_newer_than_the_known_ones_is_planned_as_the_last_of_t
 ) -> None:
     """By its numbers: 0.10 follows 0.9."""
     assert ENGINES[engine].planned_as(version) == last
+
+
+def test_a_patch_without_stated_versions_has_those_of_its_series() -> None:
+    """Else nothing would be known to fail in the newest release, as soon as it has such a patch."""
+    patch = sdk_named("2.33.1")
+    assert patch is not None
+    assert (patch.neuronx_cc, patch.packages) == ("", {"neuronx-cc": "2.28.7631.0"})
