@@ -26,6 +26,7 @@ CLAIMS: Mapping[str, Statement] = MappingProxyType(
             Statement("doctor", "facts", "`corewright doctor` finds no problem"),
             Statement("devices", "facts", "the machine has the devices and cores of its instance type"),
             Statement("host-memory", "facts", "its host memory is at least 95 % of the instance type's"),
+            Statement("cpu-layout", "facts", "its CPU cores and NUMA nodes are those that AWS publishes for its type"),
             Statement("open-files", "facts", "a process may open 65,536 files"),
             Statement("disk-rate", "facts", "model files are read at the rate that load times assume"),
             Statement("claim", "runtime", "a process can claim free cores"),
@@ -55,7 +56,8 @@ CLAIMS: Mapping[str, Statement] = MappingProxyType(
                 "too-large", "faults", "a model that does not fit is refused before or by its load, with the reason"
             ),
             Statement("texts-known", "faults", "every failure that was seen has an id of its own"),
-            Statement("pinning", "pinning", "a replica on its planned CPUs decodes as fast as one on all, within 10 %"),
+            Statement("pinning", "pinning", "a replica on its planned CPUs decodes as fast as on all, within 10 %"),
+            Statement("numa", "pinning", "CPUs of the replica's own NUMA nodes are as fast as others, within 10 %"),
             Statement(
                 "held-up", "pinning", "a prefill holds other slots up for its own time and two steps, within 50 %"
             ),

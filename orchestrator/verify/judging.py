@@ -105,10 +105,10 @@ def held_up(subject: str, length: int, alone: Sequence[float], gaps: Sequence[fl
     )
 
 
-def pinned(subject: str, planned: float, everywhere: float) -> Verdict:
-    """Returns whether the planned CPUs cost speed, by the median steps of a replica on them and on all CPUs, in s."""
-    if not planned or not everywhere:
-        return not_run("pinning", "no steps to measure", subject)
-    ratio = planned / everywhere
-    found = f"a step takes {1000 * planned:.2f} ms on its CPUs, {1000 * everywhere:.2f} ms on all"
-    return proved("pinning", ratio <= MAX_STEP_RATIO, found, subject, ratio=round(ratio, 3))
+def pinned(claim: str, planned: float, others: float, where: str) -> Verdict:
+    """Returns whether the planned CPUs cost speed, by the median steps of a replica on them and on others, in s."""
+    if not planned or not others:
+        return not_run(claim, "no steps to measure")
+    ratio = planned / others
+    found = f"a step takes {1000 * planned:.2f} ms on its CPUs, {1000 * others:.2f} ms on {where}"
+    return proved(claim, ratio <= MAX_STEP_RATIO, found, ratio=round(ratio, 3))

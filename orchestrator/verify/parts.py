@@ -37,8 +37,10 @@ from placements.engines.capabilities import Dtype
 from placements.engines.memory import GIB
 from placements.engines.registry import capabilities, takes_cores
 from placements.facts.core_range import CoreRange
+from placements.facts.cpu_layout import LAYOUTS
 from placements.facts.topology import TOPOLOGIES, Host
 from placements.resources.calibration import shape_of
+from placements.resources.environ import cpu_list
 from placements.resources.estimate import LOAD_BYTES_S, speed
 from placements.resources.measured_times import LEAST_REQUESTS, LEAST_TOKENS, PACE, Times, length_class, note, speeds_of
 from placements.resources.memory import estimate
@@ -48,6 +50,7 @@ from workers.compiled import preparation
 from workers.compiled.host_sets import compiles
 from workers.host.facts.machine import HostFacts
 from workers.host.facts.reading import read_host_facts
+from workers.host.host_facts import parse_cpulist
 from workers.host.neuron_faults import VAGUE
 from workers.messages.replica_config import ReplicaConfig
 from workers.messages.requests import GenerateRequest
@@ -151,8 +154,7 @@ def facts(problems: Sequence[Problem], readings: HostFacts, host: Host, folder: 
     topology = TOPOLOGIES.get(readings.instance_type or "")
     if host.emulated or topology is None:
         why = "the host is emulated" if host.emulated else f"the instance type {readings.instance_type} is not known"
-        yield not_run("devices", why)
-        yield not_run("host-memory", why)
+        yield from (not_run(claim, why) for claim in ("devices", "host-memory", "cpu-layout"))
     else:
         here = f"{len(readings.devices)} devices, {len(readings.cores)} cores"
         wanted = host.topology if host.topology and host.topology.instance == topology.instance else topology
@@ -161,12 +163,21 @@ def facts(problems: Sequence[Problem], readings: HostFacts, host: Host, folder: 
         gib = psutil.virtual_memory().total / 2**30
         found = f"{gib:.0f} GiB of {topology.memory_gib}"
         yield proved("host-memory", gib >= MIN_HOST_MEMORY * topology.memory_gib, found, gib=round(gib, 1))
+        yield _cpu_layout(host, topology.instance)
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     unlimited = files == resource.RLIM_INFINITY
     yield proved("open-files", unlimited or files >= MIN_OPEN_FILES, f"the hard limit is {files}", limit=files)
     rate = read_rate(folder)
     found = f"{rate / 1e9:.2f} GB/s, `plan` assumes {LOAD_BYTES_S / 1e9:.2f}"
     yield proved("disk-rate", rate >= LOAD_BYTES_S, found, bytes_s=round(rate))
+
+
+def _cpu_layout(host: Host, instance: str) -> Verdict:
+    published, own = LAYOUTS.get(instance), host.layout
+    if published is None or own is None:
+        return not_run("cpu-layout", f"AWS publishes none for {instance}" if own else "the kernel does not list it")
+    found = f"{len(own.cores)} cores on {len(set(own.nodes))} nodes"
+    return proved("cpu-layout", (own.cores, own.nodes) == (published.cores, published.nodes), found)
 
 
 def read_rate(folder: Path) -> float:
@@ -520,8 +531,7 @@ def pinning(stand: Stand, extent: Extent) -> Iterator[Verdict]:
     """Measures decoding steps with and without the planned CPUs, and how long prefills hold other slots up."""
     placed = stand.placed("base")
     if isinstance(placed, Failure):
-        yield not_run("pinning", str(placed))
-        yield not_run("held-up", str(placed))
+        yield from (not_run(claim, str(placed)) for claim in ("pinning", "numa", "held-up"))
         return
     groups = [[ask(f"steps {i}", prompt(9, seed=i), 100)] for i in range(extent.rounds)]
     for length in BUCKETS:
@@ -538,16 +548,31 @@ def pinning(stand: Stand, extent: Extent) -> Iterator[Verdict]:
         yield proved("pinning", False, trouble(run) or silent(run, least=1))
         return
     steps = step_s([run.answers[f"steps {i}"] for i in range(extent.rounds)])
-    if "COREWRIGHT_CPUS" in placed.config.place.env:
-        everywhere = ",".join(map(str, sorted(os.sched_getaffinity(0))))
-        free = stand.run("base", groups[: extent.rounds], env={"COREWRIGHT_CPUS": everywhere})
-        yield pinned("", steps, step_s([free.answers[f"steps {i}"] for i in range(extent.rounds)]))
-    else:
-        yield not_run("pinning", "the plan gives the replica no CPUs of its own")
+    everywhere = tuple(sorted(os.sched_getaffinity(0)))
+    own = parse_cpulist(placed.config.place.env.get("COREWRIGHT_CPUS", "")) or ()
+    far = on_other_nodes(placed.hosts[0], own)
+    for claim, cpus, where in (("pinning", everywhere, "all"), ("numa", far, "as many of other nodes")):
+        if not own or not cpus:
+            yield not_run(claim, "the machine has no other NUMA node" if own else "the plan gives the replica no CPUs")
+            continue
+        other = stand.run("base", groups[: extent.rounds], env={"COREWRIGHT_CPUS": cpu_list(cpus)})
+        answers = [] if trouble(other) else [other.answers[f"steps {i}"] for i in range(extent.rounds)]
+        yield pinned(claim, steps, step_s(answers), where)
     for length in BUCKETS:
         alone = [run.answers[f"alone {length} {i}"].at[0] for i in range(extent.rounds)]
         gaps = [max(paces(run.answers[f"stream {length} {i}"])[18:]) for i in range(extent.rounds)]
         yield held_up("", length, alone, gaps, steps)
+
+
+def on_other_nodes(host: Host, cpus: Sequence[int]) -> tuple[int, ...]:
+    """Returns as many CPUs of the host as ``cpus``, on the NUMA nodes that have none of these; () without enough."""
+    layout = host.cpu_layout
+    if layout is None:
+        return ()
+    nodes = {node for core, node in zip(layout.cores, layout.nodes, strict=True) if set(core) & set(cpus)}
+    others = [core for core, node in zip(layout.cores, layout.nodes, strict=True) if node not in nodes]
+    usable = [cpu for core in others for cpu in core if cpu in host.cpus]
+    return tuple(usable[: len(cpus)]) if len(usable) >= len(cpus) else ()
 
 
 def _dtype(stand: Stand, name: str) -> Dtype:

@@ -95,7 +95,7 @@ CAPABILITIES = NxdCapabilities(
     requires=("neuronx-distributed-inference",),
     loads=("hf", "sharded", "precompiled"),
     install="AWS's Deep Learning AMI Neuron has it under /opt/aws_neuronx_venv_pytorch_*_nxd_inference (inf2 and trn1: "
-    f"up to SDK 2.28; trn2: later ones too); else pip install neuronx-distributed-inference {NEURON_INDEX}",
+    f"up to SDK 2.28; trn2 and trn3: up to SDK 2.31); else pip install neuronx-distributed-inference {NEURON_INDEX}",
     options=MappingProxyType({"prefix_cache": None}),
     families=tuple(NXD_FAMILIES),
     ropes=MappingProxyType({"llama": LLAMA_ROPES, "mistral": dict.fromkeys(LLAMA_ROPES, "up to version 0.8 only")}),

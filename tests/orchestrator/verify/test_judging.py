@@ -63,9 +63,9 @@ def test_a_prefill_holds_others_up_for_its_own_time_and_two_steps() -> None:
 
 
 def test_cpus_that_make_a_replica_slower_refute_its_pinning() -> None:
-    assert pinned("", 0.0105, 0.010).result == "proved"
-    assert pinned("", 0.0115, 0.010).result == "refuted"
-    assert pinned("", 0.0, 0.010).result == "not run"
+    assert pinned("numa", 0.0105, 0.010, "all").result == "proved"
+    assert pinned("numa", 0.0115, 0.010, "all").result == "refuted"
+    assert pinned("numa", 0.0, 0.010, "all").result == "not run"
 
 
 def test_a_step_is_the_median_time_between_tokens() -> None:

@@ -25,6 +25,7 @@ from orchestrator.verify import parts
 from orchestrator.verify.claims import Verdict
 from orchestrator.verify.parts import Extent, trials_for
 from orchestrator.verify.stand import Placed, Stand
+from placements.facts.cpu_layout import LAYOUTS
 from placements.facts.topology import TOPOLOGIES, Host
 from placements.spec.problems import Problem
 from tests.doubles.machine import Machine, build_machine
@@ -76,7 +77,32 @@ def test_a_machine_that_differs_from_its_type_is_refuted(tmp_path: Path, monkeyp
     monkeypatch.setattr(parts, "read_rate", lambda folder: 2e8)
     assert refuted(parts.facts([], readings(6), real, tmp_path)) == ["host-memory", "open-files", "disk-rate"]
     results = {verdict.claim: verdict.result for verdict in parts.facts([], readings(5), HOST, tmp_path)}
-    assert (results["devices"], results["host-memory"]) == ("not run", "not run")
+    assert {results[claim] for claim in ("devices", "host-memory", "cpu-layout")} == {"not run"}
+
+
+def test_a_layout_of_cpus_that_aws_does_not_publish_is_refuted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "read_rate", lambda folder: 2e9)
+    facts = msgspec.structs.replace(readings(12), instance_type="inf2.48xlarge")
+    published = LAYOUTS["inf2.48xlarge"]
+    for layout, result in (
+        (published, "proved"),
+        (replace(published, nodes=(0,) * len(published.nodes)), "refuted"),
+        (None, "not run"),
+    ):
+        host = Host("h/0", TOPOLOGIES["inf2.48xlarge"], tuple(range(192)), layout=layout)
+        results = {verdict.claim: verdict.result for verdict in parts.facts([], facts, host, tmp_path)}
+        assert results["cpu-layout"] == result
+
+
+def test_the_cpus_of_other_nodes_are_as_many_and_on_none_of_its_own() -> None:
+    layout = LAYOUTS["inf2.48xlarge"]
+    host = Host("h/0", TOPOLOGIES["inf2.48xlarge"], tuple(range(192)), layout=layout)
+    own = (48, 144, 49, 145)  # on node 2
+    far = parts.on_other_nodes(host, own)
+    node_of = {cpu: node for core, node in zip(layout.cores, layout.nodes, strict=True) for cpu in core}
+    assert len(far) == 4
+    assert {node_of[cpu] for cpu in far} & {node_of[cpu] for cpu in own} == set()
+    assert parts.on_other_nodes(host, tuple(range(192))) == ()
 
 
 def test_the_rate_of_the_disk_is_that_of_a_file_of_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,7 +150,7 @@ REPORTED = [
         "[TEN404] Internal tensorizer error: NeuronValueNumbering:insertAtEnd()",
         "known-failure",
         "stop",
-        "SDK 2.27",
+        "SDK 2.24 to 2.27",
     ),
     (
         "aws-neuron/aws-neuron-sdk#1365",
