@@ -550,7 +550,7 @@ def pinning(stand: Stand, extent: Extent) -> Iterator[Verdict]:
     steps = step_s([run.answers[f"steps {i}"] for i in range(extent.rounds)])
     everywhere = tuple(sorted(os.sched_getaffinity(0)))
     own = parse_cpulist(placed.config.place.env.get("COREWRIGHT_CPUS", "")) or ()
-    far = on_other_nodes(placed.hosts[0], own)
+    far = on_other_nodes(placed.host, own)
     for claim, cpus, where in (("pinning", everywhere, "all"), ("numa", far, "as many of other nodes")):
         if not own or not cpus:
             yield not_run(claim, "the machine has no other NUMA node" if own else "the plan gives the replica no CPUs")
