@@ -107,9 +107,9 @@ def trials_of(machine: VerifiedMachine, extent: Extent, chosen: Collection[Part]
     if set(chosen) == {"facts"}:
         return []
     made = parts.trials_for(machine.engine, machine.host, machine.free, extent)
-    if "engines" not in chosen:
-        made = [trial for trial in made if not trial.name.startswith("family-")]
-    return [trial for trial in made if "runtime" in chosen or not trial.name.startswith("degree-")]
+    own: dict[Part, str] = {"engines": "family-", "runtime": "degree-", "faults": "too-large"}
+    others = tuple(name for part, name in own.items() if part not in chosen)
+    return [trial for trial in made if not trial.name.startswith(others)]
 
 
 def predicted_s(machine: VerifiedMachine, trials: Sequence[TinyTrial], chosen: Collection[Part]) -> float:
