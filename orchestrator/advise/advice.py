@@ -18,7 +18,7 @@ from orchestrator.simulate.scenario import Arrival, SimModel, scenario_of
 from orchestrator.simulate.simulated_queue import Measured
 from orchestrator.simulate.workload import Lengths, Workload
 from placements.engines.evidence import Evidence, ModelVariant, releases_reported
-from placements.engines.registry import Engine, candidates_of
+from placements.engines.registry import Engine, candidates_of, serves
 from placements.facts.checkpoints import Checkpoint
 from placements.facts.topology import DEGREES, TOPOLOGIES
 from placements.planner.plan import Plan, plan
@@ -217,10 +217,16 @@ class Advice:
 
     @property
     def evidence(self) -> dict[tuple[str, Engine], tuple[Evidence, ...]]:
-        """What others report of the model, by the families of machines that were compared, and the engines."""
+        """What others report of the model, by the families of machines that were compared, and the engines that serve
+        it there."""
         families = dict.fromkeys(TOPOLOGIES[instance].family for instance in self.question.instances)
         engines = candidates_of(self.question.engine)
-        return {(each, engine): releases_reported(self.model, engine, each) for each in families for engine in engines}
+        return {
+            (each, engine): releases_reported(self.model, engine, each)
+            for each in families
+            for engine in engines
+            if serves(engine, self.model.family, each)
+        }
 
 
 def advise(question: SizingQuestion) -> Advice:
