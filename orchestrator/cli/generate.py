@@ -42,8 +42,8 @@ from workers.compiled.host_sets import compiles
 from workers.compiled.orders import NEEDS_DEVICE
 from workers.host import json_process
 from workers.messages.replica_config import ReplicaConfig
-from workers.messages.status import Failure
-from workers.serving.generate_once import End, GenerateJob, Reply, TextPiece, Trouble
+from workers.messages.status import Failure, Trouble
+from workers.serving.generate_once import End, GenerateJob, Reply, TextPiece
 
 
 def generate_once(file: SpecFile, model: str, question: dict[str, Any]) -> int:

@@ -39,14 +39,16 @@ def verify(
     output: FormatOption = Format.TABLE,
 ) -> None:
     """Measure on free cores of this machine what plans and docs assume of it, and exit with 1 if a claim is refuted."""
+    from orchestrator.verify import report as reports
     from orchestrator.verify import verification
-    from orchestrator.verify.parts import FULL, QUICK
+    from orchestrator.verify.claims import PARTS
+    from orchestrator.verify.trials import FULL, QUICK
 
     if full and quick:
         raise typer.BadParameter("use one of --full and --quick")
     for part in only or ():
-        one_of("--only", part, verification.PARTS)
-    chosen = [part for part in verification.PARTS if not only or part in only]
+        one_of("--only", part, PARTS)
+    chosen = [part for part in PARTS if not only or part in only]
     home = Home.from_environment()
     home.prepare()
     file = None if spec is None else load(spec, folders="plan")
@@ -69,15 +71,15 @@ def verify(
         verdicts.append(verdict)
         if verdict.result != "proved":
             say(f"{verdict.result}: {verdict.claim} {verdict.subject}: {verdict.found}")
-    data = verification.report_of(machine, verdicts, time.monotonic() - began)
-    text = verification.markdown(data)
+    data = reports.report_of(machine, verdicts, time.monotonic() - began)
+    text = reports.markdown(data)
     show(data, output, text)
     if markdown_file is not None:
         write(markdown_file, f"{text}\n")
     if bundle_file is not None:
         models = () if file is None or file.spec is None else (model.name for model in file.spec.models)
         try:
-            verification.bundle(data, bundle_file, tuple(models))
+            reports.bundle(data, bundle_file, tuple(models))
         except OSError as error:
             raise Failed("output-unwritable", f"{bundle_file}: {error.strerror}", "pass another FILE") from None
     raise typer.Exit(FAILED if data["refuted"] else 0)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 Part = Literal["facts", "runtime", "engines", "compiler", "memory", "faults", "pinning", "speeds"]
+PARTS: tuple[Part, ...] = get_args(Part)
 Result = Literal["proved", "refuted", "not run"]
 
 

@@ -10,33 +10,27 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, NamedTuple
 
 import psutil
 
 from orchestrator.control.resolve.spec_file import SpecFile
+from orchestrator.process.failure import Failed
 from orchestrator.process.speed_record import SpeedRecord
+from orchestrator.verify.answers import ask, prompt
 from orchestrator.verify.claims import Verdict, not_run, proved
 from orchestrator.verify.judging import (
-    ScoredRow,
     first_difference,
     held_up,
     paces,
     pinned,
-    same_answers,
-    same_logprobs,
-    scored,
     step_s,
 )
-from orchestrator.verify.stand import MAX_CLAIM_S, Placed, Stand, TrialRun
-from orchestrator.verify.trials import FAMILIES, TinyTrial, degrees, is_here, starts
-from placements.engines.capabilities import Dtype
+from orchestrator.verify.stand import MAX_CLAIM_S, Placed, Stand
+from orchestrator.verify.trials import BUCKETS, TOKENS, Extent, degrees, is_here
 from placements.engines.memory import GIB
-from placements.engines.registry import capabilities, takes_cores
-from placements.facts.core_range import CoreRange
+from placements.engines.registry import capabilities
 from placements.facts.cpu_layout import LAYOUTS
 from placements.facts.topology import TOPOLOGIES, Host
 from placements.resources.calibration import shape_of
@@ -53,94 +47,14 @@ from workers.host.facts.reading import read_host_facts
 from workers.host.host_facts import parse_cpulist
 from workers.host.neuron_faults import VAGUE
 from workers.messages.replica_config import ReplicaConfig
-from workers.messages.requests import GenerateRequest
 from workers.messages.status import Failure, Reaction
-from workers.serving.timed_answers import TimedAnswer, TimedRequest
 
-MIN_OPEN_FILES = 65_536
-MAX_FREE_S = 2.0  # from SIGKILL to a successful claim
+MIN_OPEN_FILES = 65_536  # the hard limit that AWS sets (Neuron SDK docs, nxd-training/training-troubleshooting.rst)
+MAX_FREE_S = 2.0  # from SIGKILL to a successful claim: the replica's second attempt comes 1 s after the first
 MIN_HOST_MEMORY = 0.95  # of the instance type's, the rest is the kernel's
 READ_BYTES = 256 * 2**20  # of the disk; written first
-TOKENS = 12  # of an answer that is compared
-LONG = (512, 4096)  # tokens of long prompts
-BUCKETS = (16, 32, 64)
-TOO_LARGE = {"max_batch": 1024, "max_len": 8192}  # with 48 heads 96 GiB of KV cache in bf16
-NO_OPTION = "--no-such-option"  # of neuronx-cc
 KILL_AFTER_S = 3.0  # of a compile
 WEIGHTS = (".safetensors", ".bin")  # shards of cores, which no engine checks
-VARY = 37  # a prompt's ids, which all differ from their neighbours
-FIRST_ID, IDS = 8, 480  # of the tokenizer's ordinary tokens
-
-
-@dataclass(frozen=True)
-class Extent:
-    """How much is measured."""
-
-    kills: int  # SIGKILLs of a process that holds cores
-    rounds: int  # repetitions of what is timed
-    every_start: bool  # of each degree; else the first and the last preferred one
-    longest: int  # tokens of the longest prompt
-
-
-QUICK = Extent(kills=5, rounds=3, every_start=False, longest=512)
-FULL = Extent(kills=20, rounds=7, every_start=True, longest=4096)
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    """Returns a prompt of so many token ids, which depend on the seed."""
-    return [FIRST_ID + (seed * 101 + VARY * i + i * i) % IDS for i in range(length)]
-
-
-def ask(id: str, ids: Sequence[int], tokens: int = TOKENS, *, after: int = 0, **fields: Any) -> TimedRequest:
-    """Returns a request for so many tokens, greedy unless ``fields`` of GenerateRequest say otherwise; ``after``: as in
-    `TimedRequest`."""
-    settings = {"temperature": 0.0, **fields}
-    request = GenerateRequest(id=id, prompt_ids=list(ids), max_tokens=tokens, ignore_eos=True, **settings)
-    return TimedRequest(request=request, after=after)
-
-
-# The trials
-
-
-def trials_for(engine: str, host: Host, free: Sequence[int], extent: Extent) -> list[TinyTrial]:
-    """Returns the models that the parts load on free cores; each is named after what it is for."""
-    topology, ability = host.topology, capabilities(engine)
-    if topology is None or not takes_cores(engine, host):
-        places: dict[int, list[CoreRange | None]] = {1: [None]}
-    else:
-        every = {tp: starts(topology, tp, free, every=extent.every_start) for tp in degrees(topology)}
-        places = {tp: list(ranges) for tp, ranges in every.items() if ranges}
-    if not places:
-        return []
-    first = places.get(2, next(iter(places.values())))[0]
-    fixed = {field for unused in ability.unused for field in unused.fields}
-    shaped = {} if ability.runs_on == "cpus" or "buckets" in fixed else {"buckets": {"prefill": list(BUCKETS)}}
-    compiled = {**shaped, "engine_options": {"compile": True}} if "compile" in ability.options else shaped
-    wrong = compiled if "compiler" in fixed else {**compiled, "compiler": {"flags": NO_OPTION}}
-    long = {"max_len": extent.longest + 2 * TOKENS, "max_batch": 1}
-    made = [
-        TinyTrial("base", cores=first, fields=shaped),
-        TinyTrial("long", cores=first, fields=long),
-        TinyTrial("too-large", heads=48, cores=first, fields=TOO_LARGE),
-        TinyTrial("compiled", cores=first, fields=compiled),
-        TinyTrial("miscompiled", cores=first, fields=wrong),
-    ]
-    served = [name for name in FAMILIES if ability.serves(TinyTrial("", name).model_type)]
-    made += [TinyTrial(f"family-{name}", name, cores=first, fields=shaped) for name in served]
-    if "sampling" not in fixed:
-        made.append(TinyTrial("sampled", cores=first, fields={**shaped, "sampling": "device"}))
-    if ability.drafts:
-        draft = TinyTrial("draft-model", cores=first, seed=1)
-        made += [
-            draft,
-            TinyTrial("draft", cores=first, fields={**shaped, "draft": {"source": f"./{draft.folder}", "k": 3}}),
-        ]
-    made += [
-        TinyTrial(f"degree-{tp}-{i}", heads=max(8, tp), cores=where, fields={"max_batch": 1})
-        for tp, ranges in places.items()
-        for i, where in enumerate(ranges)
-    ]
-    return made
 
 
 # Facts
@@ -201,13 +115,11 @@ def read_rate(folder: Path) -> float:
 
 def runtime(stand: Stand, extent: Extent) -> Iterator[Verdict]:
     """Claims cores, alone and twice, measures when those of a killed process are free, and loads each degree."""
-    placed = stand.placed("base")
-    if isinstance(placed, Failure) or not placed.config.place.cores:
-        why = str(placed) if isinstance(placed, Failure) else f"the engine {stand.engine} takes no cores here"
-        for claim in ("claim", "double-claim", "claim-after-kill", "degrees"):
-            yield not_run(claim, why)
+    config = stand.placed("base").config
+    if not config.place.cores:
+        why = f"the engine {stand.engine} takes no cores here"
+        yield from (not_run(claim, why) for claim in ("claim", "double-claim", "claim-after-kill", "degrees"))
         return
-    config = placed.config
     with stand.claiming(config) as first:
         claimed = first.result()
         texts = "; ".join(refusal.text for refusal in first.refusals)
@@ -224,11 +136,14 @@ def runtime(stand: Stand, extent: Extent) -> Iterator[Verdict]:
 
 def degrees_at_their_starts(stand: Stand) -> Iterator[Verdict]:
     """Loads a model of each degree on each of its starts; its first answer takes a collective of its cores."""
-    for trial in stand.trials.values():
-        if trial.name.startswith("degree-"):
-            run = stand.run(trial.name, [[ask("a", prompt(9), 4)]])
-            subject = f"tp {1 if trial.cores is None else len(trial.cores)} at core {trial.cores and trial.cores.first}"
-            yield proved("degrees", not trouble(run), trouble(run) or f"loaded in {_seconds(run):.1f} s", subject)
+    trials = [trial for trial in stand.trials.values() if trial.name.startswith("degree-")]
+    for trial in trials:
+        run = stand.run(trial.name, [[ask("a", prompt(9), 4)]])
+        yield proved("degrees", not run.trouble, run.trouble or f"loaded in {run.load_s:.1f} s", trial.subject)
+    topology, tried = stand.placed("base").host.topology, {len(trial.cores or ()) for trial in trials}
+    for tp in degrees(topology) if topology and trials else ():
+        if tp not in tried:
+            yield not_run("degrees", "it has no free cores", f"tp {tp}")
 
 
 def _after_kill(stand: Stand, config: ReplicaConfig, count: int) -> Verdict:
@@ -253,121 +168,15 @@ def _after_kill(stand: Stand, config: ReplicaConfig, count: int) -> Verdict:
     return proved("claim-after-kill", longest <= MAX_FREE_S, found, median_s=round(median(delays), 3), max_s=longest)
 
 
-# Engines
-
-
-@dataclass(frozen=True)
-class _Scored:
-    """An answer that the reference scores for a claim."""
-
-    claim: str
-    trial: str
-    subject: str
-    prompt: list[int]
-    answer: TimedAnswer
-
-
-def engines(stand: Stand, extent: Extent) -> Iterator[Verdict]:
-    """Compares greedy answers with transformers', and sampled ones with each other."""
-    answers: list[_Scored] = []
-    for name in stand.trials:
-        if name.startswith("family-"):
-            yield from _family(stand, name, answers)
-    yield from _long(stand, extent, answers)
-    yield from _again(stand, answers)
-    for claim, name in (("draft", "draft"), ("device-sampling", "sampled")):
-        if name in stand.trials:
-            asked = [_Asked(claim, str(i), prompt(9, seed=i)) for i in range(3)]
-            run = stand.run(name, [[ask(each.id, each.prompt, 24) for each in asked]])
-            yield from _answered(run, name, asked, answers)
-        else:
-            yield not_run(claim, f"the engine {stand.engine} has no such setting")
-    scores = stand.score([(each.trial, each.prompt, each.answer.token_ids) for each in answers])
-    rows: dict[str, dict[str, list[ScoredRow]]] = {}  # by subject and claim
-    dtypes = {each.subject: _dtype(stand, each.trial) for each in answers}
-    for each, own, best in zip(answers, scores.own, scores.best, strict=True):
-        rows.setdefault(each.subject, {}).setdefault(each.claim, []).append((each.answer, own, best))
-    for subject, by_claim in rows.items():
-        yield from (scored(claim, subject, dtypes[subject], each) for claim, each in by_claim.items())
-        if subject:
-            yield same_logprobs(subject, dtypes[subject], [row for each in by_claim.values() for row in each])
-
-
-class _Asked(NamedTuple):
-    """A prompt that was sent, by the id of its request."""
-
-    claim: str
-    id: str
-    prompt: list[int]
-
-
-def _answered(
-    run: TrialRun, trial: str, asked: Sequence[_Asked], answers: list[_Scored], subject: str = ""
-) -> Iterator[Verdict]:
-    """Adds the answers of a run, or yields that it has none."""
-    if trouble(run):
-        yield from (
-            proved(claim, False, trouble(run), subject) for claim in dict.fromkeys(each.claim for each in asked)
-        )
-        return
-    answers += [_Scored(each.claim, trial, subject, each.prompt, run.answers[each.id]) for each in asked]
-
-
-def _family(stand: Stand, name: str, answers: list[_Scored]) -> Iterator[Verdict]:
-    """Asks prompts at the edges of buckets one by one, then all at once."""
-    lengths = sorted({length + more for length in BUCKETS for more in (-1, 0, 1)} & set(range(1, BUCKETS[-1] + 1)))
-    prompts = {length: prompt(length, seed=length) for length in lengths}
-    asked = [
-        *(
-            _Asked("tokens" if length in BUCKETS else "bucket-edges", f"{length}", ids)
-            for length, ids in prompts.items()
-        ),
-        *(_Asked("batch", f"{length} beside others", ids) for length, ids in prompts.items()),
-    ]
-    beside = [ask(each.id, each.prompt) for each in asked if each.claim == "batch"]
-    alone = [each for each in asked if each.claim != "batch"]
-    run = stand.run(name, [*([ask(each.id, each.prompt, logprobs=0)] for each in alone), beside])
-    if not trouble(run) and any(run.answers[each.id].error for each in alone):  # it gives no log probabilities
-        run = stand.run(name, [*([ask(each.id, each.prompt)] for each in alone), beside])
-    yield from _answered(run, name, asked, answers, name.removeprefix("family-"))
-
-
-def _again(stand: Stand, answers: list[_Scored]) -> Iterator[Verdict]:
-    """Asks a prompt after others with the same beginning, with a seed twice, and with top_k 1."""
-    start = prompt(40)
-    begins = [_Asked("prefix-cache", str(i), [*start, 300 + i]) for i in range(3)]
-    groups = [
-        *([ask(each.id, each.prompt)] for each in begins),
-        [ask("seed 1", start, temperature=1.0, seed=7)],
-        [ask("seed 2", start, temperature=1.0, seed=7)],
-        [ask("greedy", start)],
-        [ask("top_k", start, temperature=1.0, top_k=1)],
-    ]
-    run = stand.run("base", groups)
-    yield from _answered(run, "base", begins, answers)
-    for claim, wanted, got in (("seed", "seed 1", "seed 2"), ("top-k-1", "greedy", "top_k")):
-        if trouble(run):
-            yield proved(claim, False, trouble(run))
-        else:
-            yield same_answers(claim, "", [(f"{wanted} and {got}", run.answers[wanted], run.answers[got])])
-
-
-def _long(stand: Stand, extent: Extent, answers: list[_Scored]) -> Iterator[Verdict]:
-    asked = [_Asked("long-prompt", str(length), prompt(length)) for length in LONG if length <= extent.longest]
-    run = stand.run("long", [[ask(each.id, each.prompt)] for each in asked])
-    yield from _answered(run, "long", asked, answers)
-
-
 # Compiler and faults
 
 
 def compiler(stand: Stand) -> Iterator[Verdict]:
     """Kills a compile, damages its result, and has another fail by options that no compiler accepts."""
     placed = stand.placed("compiled")
-    if isinstance(placed, Failure) or not compiles(placed.config):
-        why = str(placed) if isinstance(placed, Failure) else f"the engine {stand.engine} compiles nothing here"
-        for claim in ("compile-killed", "compile-failed", "damaged-artifact"):
-            yield not_run(claim, why)
+    if not compiles(placed.config):
+        why = f"the engine {stand.engine} compiles nothing here"
+        yield from (not_run(claim, why) for claim in ("compile-killed", "damaged-artifact", "compile-failed"))
         return
     with tempfile.TemporaryDirectory(dir=stand.folder) as folder:
         fresh = placed.at(folder)
@@ -381,8 +190,6 @@ def _failing_compile(stand: Stand) -> Verdict:
     ability, placed = capabilities(stand.engine), stand.placed("miscompiled")
     if ability.runs_on == "neuron" and "compiler" not in stand.trials["miscompiled"].fields:
         return not_run("compile-failed", f"the engine {stand.engine} takes no options of the compiler")
-    if isinstance(placed, Failure):
-        return proved("compile-failed", False, str(placed))
     with tempfile.TemporaryDirectory(dir=stand.folder) as folder:
         failure = stand.compiled(placed.at(folder, {**placed.config.place.env, "CXX": "false"}).config)
     if failure is None:
@@ -424,28 +231,28 @@ def _damaged(stand: Stand, placed: Placed, folder: Path) -> Verdict:
         (file for file in folder.rglob("*") if file.is_file() and file.suffix not in WEIGHTS),
         key=lambda file: file.stat().st_size,
     )
-    if trouble(sound) or not files:
-        return not_run("damaged-artifact", trouble(sound) or "it has no files")
+    if sound.trouble or not files:
+        return not_run("damaged-artifact", sound.trouble or "it has no files")
     size = files[-1].stat().st_size
     with files[-1].open("r+b") as file:
         file.seek(size // 3)
         file.write(bytes(size // 3))
     run = stand.run(placed, [[ask("a", prompt(9))]])
-    if trouble(run):
-        return proved("damaged-artifact", run.failure is not None and run.failure.id not in VAGUE, trouble(run))
+    if run.trouble:
+        return proved("damaged-artifact", run.failure is not None and run.failure.id not in VAGUE, run.trouble)
     differs = first_difference(sound.answers["a"].token_ids, run.answers["a"].token_ids)
     return proved("damaged-artifact", not differs, f"the answer differs at {differs}" if differs else "compiled again")
 
 
 def faults(stand: Stand) -> Iterator[Verdict]:
     """Loads a model that does not fit, and lists what failed in all parts without being recognized."""
-    run, placed = stand.run("too-large", [[ask("a", prompt(9))]]), stand.placed("too-large")
+    run = stand.run("too-large", [[ask("a", prompt(9))]])
     room = psutil.virtual_memory().total / GIB
-    if run.failure is None and isinstance(placed, Placed) and placed.needs_gib < room:
+    if run.failure is None and stand.placed("too-large").needs_gib < room:
         yield not_run("too-large", f"this host has room for it: it has {room:.0f} GiB of memory")
     else:
         refused = run.failure is not None and run.failure.id not in VAGUE
-        yield proved("too-large", refused, trouble(run) or "it was loaded, and has answered")
+        yield proved("too-large", refused, run.trouble or "it was loaded, and has answered")
     unknown = sorted({f"{failure.id}: {failure.what}" for failure in stand.failures if failure.id in VAGUE})
     yield proved("texts-known", not unknown, "; ".join(unknown) or f"{len(stand.failures)} failures", texts=unknown)
 
@@ -464,10 +271,9 @@ def memory(stand: Stand) -> Iterator[Verdict]:
                 for core in each.cores:
                     used.update(core.memory)
 
-    placed = stand.placed("base")
     run = stand.run("base", [[ask(str(i), prompt(60, seed=i), 60) for i in range(4)]], during=read)
-    if trouble(run) or isinstance(placed, Failure) or placed.checkpoint is None:
-        yield proved("host-estimate", False, trouble(run) or "its checkpoint cannot be read")
+    if run.trouble or (placed := stand.placed("base")).checkpoint is None:
+        yield proved("host-estimate", False, run.trouble or "its checkpoint cannot be read")
         return
     model, engine, allowed = placed.model, placed.config.model.engine, placed.needs_gib
     found = f"{run.peak_gib:.2f} GiB, `plan` says {allowed:.2f}"
@@ -491,9 +297,10 @@ def memory(stand: Stand) -> Iterator[Verdict]:
 def speeds(stand: Stand, file: SpecFile, record: SpeedRecord, now: float) -> Iterator[Verdict]:
     """Measures each model of the user's spec on its own cores, and records its times for later plans."""
     for model in () if file.spec is None else file.spec.models:
-        placed = stand.place(file, model.name)
-        if isinstance(placed, Failure):
-            yield not_run("speeds", str(placed), model.name)
+        try:
+            placed = stand.place(file, model.name)
+        except Failed as failed:
+            yield not_run("speeds", str(failed), model.name)
             continue
         if model.kind != "generate" or capabilities(placed.config.model.engine).forwards:
             yield not_run("speeds", "only models that generate", model.name)
@@ -506,10 +313,10 @@ def speeds(stand: Stand, file: SpecFile, record: SpeedRecord, now: float) -> Ite
         ids = [(f"{length} {i}", length) for length in lengths for i in range(LEAST_REQUESTS // 2)]
         run = stand.run(placed, [[ask(id, prompt(length, seed=i))] for i, (id, length) in enumerate(ids)])
         if run.failure is not None and run.failure.id == "cores-taken":
-            yield not_run("speeds", trouble(run), model.name)
+            yield not_run("speeds", run.trouble, model.name)
             continue
-        if trouble(run) or silent(run):
-            yield proved("speeds", False, trouble(run) or silent(run), model.name)
+        if run.trouble or run.silent():
+            yield proved("speeds", False, run.trouble or run.silent(), model.name)
             continue
         times: Times = {}
         for id, length in ids:
@@ -530,9 +337,6 @@ def speeds(stand: Stand, file: SpecFile, record: SpeedRecord, now: float) -> Ite
 def pinning(stand: Stand, extent: Extent) -> Iterator[Verdict]:
     """Measures decoding steps with and without the planned CPUs, and how long prefills hold other slots up."""
     placed = stand.placed("base")
-    if isinstance(placed, Failure):
-        yield from (not_run(claim, str(placed)) for claim in ("pinning", "numa", "held-up"))
-        return
     groups = [[ask(f"steps {i}", prompt(9, seed=i), 100)] for i in range(extent.rounds)]
     for length in BUCKETS:
         for i in range(extent.rounds):
@@ -544,8 +348,8 @@ def pinning(stand: Stand, extent: Extent) -> Iterator[Verdict]:
                 ]
             ]
     run = stand.run("base", groups)
-    if trouble(run) or silent(run, least=1):
-        yield proved("pinning", False, trouble(run) or silent(run, least=1))
+    if run.trouble or run.silent(least=1):
+        yield proved("pinning", False, run.trouble or run.silent(least=1))
         return
     steps = step_s([run.answers[f"steps {i}"] for i in range(extent.rounds)])
     everywhere = tuple(sorted(os.sched_getaffinity(0)))
@@ -556,7 +360,7 @@ def pinning(stand: Stand, extent: Extent) -> Iterator[Verdict]:
             yield not_run(claim, "the machine has no other NUMA node" if own else "the plan gives the replica no CPUs")
             continue
         other = stand.run("base", groups[: extent.rounds], env={"COREWRIGHT_CPUS": cpu_list(cpus)})
-        answers = [] if trouble(other) else [other.answers[f"steps {i}"] for i in range(extent.rounds)]
+        answers = [] if other.trouble else [other.answers[f"steps {i}"] for i in range(extent.rounds)]
         yield pinned(claim, steps, step_s(answers), where)
     for length in BUCKETS:
         alone = [run.answers[f"alone {length} {i}"].at[0] for i in range(extent.rounds)]
@@ -575,29 +379,5 @@ def on_other_nodes(host: Host, cpus: Sequence[int]) -> tuple[int, ...]:
     return tuple(usable[: len(cpus)]) if len(usable) >= len(cpus) else ()
 
 
-def _dtype(stand: Stand, name: str) -> Dtype:
-    placed = stand.placed(name)
-    assert not isinstance(placed, Failure)
-    return placed.config.dtype
-
-
-def trouble(run: TrialRun) -> str:
-    """Returns why a run has no answers; "" if it has."""
-    if run.failure is None:
-        return ""
-    known = "" if run.failure.id not in VAGUE else " (not recognized)"
-    return f"{run.failure.id}{known}: {run.failure.what}"
-
-
-def silent(run: TrialRun, least: int = 2) -> str:
-    """Returns the first answer with fewer than ``least`` times of tokens, and why; "" if there is none."""
-    short = (answer for answer in run.answers.values() if len(answer.at) < least)
-    return next((f"the answer {each.id} has {len(each.at)} steps: {each.error or each.finish}" for each in short), "")
-
-
 def _cores(config: ReplicaConfig) -> str:
     return f"{config.place.cores[0]}-{config.place.cores[-1]}"
-
-
-def _seconds(run: TrialRun) -> float:
-    return 0.0 if run.loaded is None else run.loaded.seconds

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -29,26 +29,41 @@ from workers.compiled.orders import NEEDS_DEVICE
 from workers.engines.tiny_models import ScoredAnswer, Scores, TinyJob, TinyModel
 from workers.host import host_facts, json_process
 from workers.host.core_claims import held_cores
-from workers.host.core_probe import Claimed, ClaimRefused, ProbeRequest
+from workers.host.core_probe import Claimed, ClaimRefused, ProbeReply, ProbeRequest
 from workers.host.facts.machine import HostFacts, owners
+from workers.host.neuron_faults import VAGUE
 from workers.messages.replica_config import ReplicaConfig
 from workers.messages.status import Failure
-from workers.serving.timed_answers import Finished, TimedAnswer, TimedJob, TimedRequest, Trouble, WarmModel
+from workers.serving.timed_answers import Finished, Reply, TimedAnswer, TimedJob, TimedRequest
 
 TOKENIZER = Path(__file__).parents[2] / "placements/examples/models/tiny"
 MAX_START_S = 900.0  # for one process: a load, its warm-up and its requests
 MAX_CLAIM_S = 60.0
-Message = WarmModel | TimedAnswer | Finished | Trouble
 
 
 @dataclass
 class TrialRun:
-    """What a model's process said."""
+    """What a model's process has replied."""
 
-    loaded: WarmModel | None = None
     answers: dict[str, TimedAnswer] = field(default_factory=dict)
-    peak_gib: float = 0.0
+    load_s: float = 0.0  # claim, weights, graphs, warm-up
+    peak_gib: float = 0.0  # host memory
     failure: Failure | None = None
+
+    @property
+    def trouble(self) -> str:
+        """Why it has no answers; "" if it has."""
+        if self.failure is None:
+            return ""
+        known = "" if self.failure.id not in VAGUE else " (not recognized)"
+        return f"{self.failure.id}{known}: {self.failure.what}"
+
+    def silent(self, least: int = 2) -> str:
+        """Returns the first answer with fewer than ``least`` times of tokens, and why; "" if there is none."""
+        short = (answer for answer in self.answers.values() if len(answer.at) < least)
+        return next(
+            (f"the answer {each.id} has {len(each.at)} steps: {each.error or each.finish}" for each in short), ""
+        )
 
 
 @dataclass(frozen=True)
@@ -89,8 +104,7 @@ class Stand:
         self.home, self.folder, self.engine = home, folder, engine
         self.trials = {trial.name: trial for trial in trials}
         self._sections = hosts, engines
-        self._placed: dict[str, Placed | Failure] = {}
-        self.runs = 0
+        self._placed: dict[str, Placed] = {}
         self.failures: list[Failure] = []  # of all runs, expected ones included
         self._python = None
         if trials:
@@ -107,30 +121,28 @@ class Stand:
         }
         self._tiny(TinyJob(make=list(made.values())))
 
-    def placed(self, name: str) -> Placed | Failure:
-        """Returns a trial with the configuration that its replica would get, or why it has none."""
+    def placed(self, name: str) -> Placed:
+        """Returns a trial with the configuration that its replica would get. Raises Failed if it has none."""
         if name not in self._placed:
             self._placed[name] = self.place(self._file(self.trials[name]), name)
         return self._placed[name]
 
-    def place(self, file: SpecFile, name: str) -> Placed | Failure:
-        """Returns a model of a spec with its configuration, or why it has none."""
+    def place(self, file: SpecFile, name: str) -> Placed:
+        """Returns a model of a spec with its configuration. Raises Failed if it has none."""
         error = next((problem for problem in file.problems if problem.severity == "error"), None)
-        if error is not None:
-            return Failure(error.id, error.what, error.hint)
         model = None if file.spec is None else file.spec.model(name)
-        assert model is not None
+        if error is not None or model is None:
+            raise Failed.of(error or Failure("model-unknown", f"{file.name} has no model {name}"))
         offline = OfflineConfigs(file, self.home)
         places = offline.places(model)
         if isinstance(places, Failure):
-            return places
+            raise Failed.of(places)
         here = {host.name for host in file.hosts if is_here(host, file.machine)}
         config = offline.config(max(places.values(), key=lambda place: place.host in here))
         if isinstance(config, Failure):
-            return config
-        return Placed(
-            config.with_run(log=str(self.folder / f"{name}.log")), model, file.checkpoints.get(name), file.hosts
-        )
+            raise Failed.of(config)
+        config = config.with_run(log=str(self.folder / f"{name}.log"))
+        return Placed(config, model, file.checkpoints.get(name), file.hosts)
 
     def _file(self, trial: TinyTrial) -> SpecFile:
         text = spec_text(trial, self.folder, self.engine, *self._sections)
@@ -146,11 +158,14 @@ class Stand:
     ) -> TrialRun:
         """Compiles and loads a trial, and has it answer. ``env``: changed variables of its process; ``during`` is
         called with its pid once it has answered, while it holds its cores and memory."""
-        self.runs += 1
-        run, placed = TrialRun(), self.placed(trial) if isinstance(trial, str) else trial
-        run.failure = placed if isinstance(placed, Failure) else self.compiled(placed.config)
-        if run.failure is None and isinstance(placed, Placed):
-            self._answer(run, placed.config, groups, env or {}, during)
+        run = TrialRun()
+        try:
+            config = (self.placed(trial) if isinstance(trial, str) else trial).config
+            run.failure = self.compiled(config)
+        except Failed as failed:
+            run.failure = Failure(failed.problem.id, failed.problem.what, failed.problem.hint)
+        if run.failure is None:
+            self._answer(run, config, groups, env or {}, during)
         if run.failure is not None:
             self.failures.append(run.failure)
         return run
@@ -163,20 +178,18 @@ class Stand:
         env: Mapping[str, str],
         during: Callable[[int], None],
     ) -> None:
-        job = TimedJob(config=config, groups=[list(group) for group in groups], holds=True)
+        job = TimedJob(config=config, groups=[list(group) for group in groups])
         with self._process("workers.serving.timed_answers", job, config, env) as process:
             for line in cast(Any, process.stdout):
-                message: Message = msgspec.json.decode(line, type=Message)
-                if isinstance(message, WarmModel):
-                    run.loaded = message
-                elif isinstance(message, TimedAnswer):
-                    run.answers[message.id] = message
-                elif isinstance(message, Finished):
-                    run.peak_gib = message.peak_gib
+                reply: Reply = msgspec.json.decode(line, type=Reply)
+                if isinstance(reply, TimedAnswer):
+                    run.answers[reply.id] = reply
+                elif isinstance(reply, Finished):
+                    run.load_s, run.peak_gib = reply.load_s, reply.peak_gib
                     during(process.pid)
                     return
                 else:
-                    run.failure = message.failure
+                    run.failure = reply.failure
                     return
             code = process.wait()
         run.failure = Failure("replica-died", f"its process ended with code {code}", f"the log is {config.run.log}")
@@ -188,7 +201,7 @@ class Stand:
         result = preparation.build(config, Progress(config.model.name), stop or threading.Event())
         return result if isinstance(result, Failure) and result.id != NEEDS_DEVICE else None
 
-    @contextlib.contextmanager
+    @contextmanager
     def claiming(self, config: ReplicaConfig, limit_s: float = 0.0) -> Iterator[Claiming]:
         """Runs a process that claims the cores of ``config`` and holds them inside the context."""
         request = ProbeRequest(cores=config.place.cores, claims=config.place.claims, limit_s=limit_s)
@@ -218,19 +231,17 @@ class Stand:
         what = f"the process that makes and scores tiny models ended: {said}"
         raise Failed("verify-failed", what, "check its interpreter with `corewright doctor SPEC`")
 
-    @contextlib.contextmanager
     def _process(
         self, module: str, request: json_process.ChildRequest, config: ReplicaConfig, env: Mapping[str, str]
-    ) -> Iterator[subprocess.Popen[bytes]]:
-        with json_process.running(
+    ) -> AbstractContextManager[subprocess.Popen[bytes]]:
+        return json_process.running(
             (module,),
             request,
             python=config.run.python,
             env={**config.place.env, **env},
             log_file=config.run.log,
             limit_s=MAX_START_S,
-        ) as process:
-            yield process
+        )
 
 
 class Claiming:
@@ -241,20 +252,21 @@ class Claiming:
         self.refusals: list[ClaimRefused] = []
 
     def result(self) -> Claimed | None:
-        """Waits for the claim; None: it was refused until the limit, as ``refusals`` say."""
-        for line in cast(Any, self._process.stdout):
-            message: Claimed | ClaimRefused = msgspec.json.decode(line, type=Claimed | ClaimRefused)
-            if isinstance(message, Claimed):
-                return message
-            self.refusals.append(message)
+        """Waits for the claim; None: it was refused until the limit, for the reasons in ``refusals``."""
+        while (reply := self._next()) is not None:
+            if isinstance(reply, Claimed):
+                return reply
+            self.refusals.append(reply)
         return None
 
     def refused(self) -> ClaimRefused | None:
-        """Waits for the first message; None: it was a claim."""
-        for line in cast(Any, self._process.stdout):
-            message: Claimed | ClaimRefused = msgspec.json.decode(line, type=Claimed | ClaimRefused)
-            return message if isinstance(message, ClaimRefused) else None
-        return None
+        """Waits for the first reply; None: it was a claim."""
+        reply = self._next()
+        return reply if isinstance(reply, ClaimRefused) else None
+
+    def _next(self) -> ProbeReply | None:
+        line = cast(Any, self._process.stdout).readline()
+        return msgspec.json.decode(line, type=ProbeReply) if line else None
 
     def kill(self) -> float:
         """Kills the process that holds the cores. Returns the time by the monotonic clock."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from placements.engines.registry import capabilities, takes_cores
 from placements.facts.core_range import CoreRange
 from placements.facts.topology import Host, Machine, Topology, alignment, degree
 
@@ -18,6 +19,10 @@ POSITIONS = 8192
 WINDOW = 24  # tokens; shorter than most prompts
 HEAD_DIM = 32
 LAYERS = 2
+TOKENS = 12  # of an answer that is compared
+BUCKETS = (16, 32, 64)
+TOO_LARGE = {"max_batch": 1024, "max_len": 8192}  # with 48 heads 96 GiB of KV cache in bf16
+NO_OPTION = "--no-such-option"  # of neuronx-cc
 
 FAMILIES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
@@ -30,6 +35,20 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     }
 )
 """What the config.json of each says beyond `configuration`; the name is the model_type, if it is not given."""
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How much is measured."""
+
+    kills: int  # SIGKILLs of a process that holds cores
+    rounds: int  # repetitions of what is timed
+    every_start: bool  # of each degree; else the first and the last preferred one
+    longest: int  # tokens of the longest prompt
+
+
+QUICK = Extent(kills=5, rounds=3, every_start=False, longest=512)
+FULL = Extent(kills=20, rounds=7, every_start=True, longest=4096)
 
 
 @dataclass(frozen=True)
@@ -46,6 +65,11 @@ class TinyTrial:
     @property
     def model_type(self) -> str:
         return str(FAMILIES[self.family].get("model_type", self.family))
+
+    @property
+    def subject(self) -> str:
+        """Its degree and its place, for a verdict."""
+        return "no cores" if self.cores is None else f"tp {len(self.cores)} at core {self.cores.first}"
 
     @property
     def folder(self) -> str:
@@ -120,3 +144,44 @@ def settings_of(text: str | None, devices: bool, host: Host | None = None) -> tu
         key = "emulate" if host.emulated else "instance"
         hosts = next(entry for entry in hosts if entry.get(key) == host.topology.instance)
     return hosts, read.get("engines")
+
+
+def trials_for(engine: str, host: Host, free: Sequence[int], extent: Extent) -> list[TinyTrial]:
+    """Returns the models that the parts load on free cores; each is named after what it is for."""
+    topology, ability = host.topology, capabilities(engine)
+    if topology is None or not takes_cores(engine, host):
+        places: dict[int, list[CoreRange | None]] = {1: [None]}
+    else:
+        every = {tp: starts(topology, tp, free, every=extent.every_start) for tp in degrees(topology)}
+        places = {tp: list(ranges) for tp, ranges in every.items() if ranges}
+    if not places:
+        return []
+    first = places.get(2, next(iter(places.values())))[0]
+    fixed = {field for unused in ability.unused for field in unused.fields}
+    shaped = {} if ability.runs_on == "cpus" or "buckets" in fixed else {"buckets": {"prefill": list(BUCKETS)}}
+    compiled = {**shaped, "engine_options": {"compile": True}} if "compile" in ability.options else shaped
+    wrong = compiled if "compiler" in fixed else {**compiled, "compiler": {"flags": NO_OPTION}}
+    long = {"max_len": extent.longest + 2 * TOKENS, "max_batch": 1}
+    made = [
+        TinyTrial("base", cores=first, fields=shaped),
+        TinyTrial("long", cores=first, fields=long),
+        TinyTrial("too-large", heads=48, cores=first, fields=TOO_LARGE),
+        TinyTrial("compiled", cores=first, fields=compiled),
+        TinyTrial("miscompiled", cores=first, fields=wrong),
+    ]
+    served = [name for name in FAMILIES if ability.serves(TinyTrial("", name).model_type)]
+    made += [TinyTrial(f"family-{name}", name, cores=first, fields=shaped) for name in served]
+    if "sampling" not in fixed:
+        made.append(TinyTrial("sampled", cores=first, fields={**shaped, "sampling": "device"}))
+    if ability.drafts:
+        draft = TinyTrial("draft-model", cores=first, seed=1)
+        made += [
+            draft,
+            TinyTrial("draft", cores=first, fields={**shaped, "draft": {"source": f"./{draft.folder}", "k": 3}}),
+        ]
+    made += [
+        TinyTrial(f"degree-{tp}-{i}", heads=max(8, tp), cores=where, fields={"max_batch": 1})
+        for tp, ranges in places.items()
+        for i, where in enumerate(ranges)
+    ]
+    return made

@@ -1,32 +1,23 @@
-"""The whole of `corewright verify`: predicts its time, runs the parts on free cores, and writes the report."""
+"""Runs the parts of `corewright verify` on the free cores of a machine, and predicts their time."""
 
 from __future__ import annotations
 
-import contextlib
-import getpass
 import json
-import re
-import socket
-import tarfile
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from io import BytesIO
 from pathlib import Path
-from typing import Any, get_args
 
 from orchestrator.control.resolve.spec_file import SpecFile, examine, start_problems, this_machine
 from orchestrator.process.failure import Failed
 from orchestrator.process.home import Home
 from orchestrator.process.speed_record import SpeedRecord
 from orchestrator.process.version import corewright_version
-from orchestrator.verify import parts
+from orchestrator.verify import answers, parts
 from orchestrator.verify.claims import CLAIMS, Part, Verdict, not_run
-from orchestrator.verify.parts import Extent
 from orchestrator.verify.stand import Stand, busy_cores
-from orchestrator.verify.trials import TinyTrial, is_here, settings_of
+from orchestrator.verify.trials import Extent, TinyTrial, is_here, settings_of, trials_for
 from placements.engines.registry import Engine, capabilities, resolve
 from placements.facts.plural import counted
 from placements.facts.topology import Host
@@ -35,7 +26,6 @@ from placements.spec.problems import Problem
 from workers.host.facts.machine import HostFacts
 from workers.host.host_facts import devices
 
-PARTS: tuple[Part, ...] = get_args(Part)
 COMPILE_S = 60.0
 """Of one tiny model on Neuron, a guess: a Mistral-7B took 3.4 minutes on SDK 2.24 (helixml/helix#2728)."""
 STARTS: Mapping[Part, int] = {"engines": 4, "compiler": 4, "memory": 1, "faults": 1, "pinning": 2, "runtime": 8}
@@ -106,7 +96,7 @@ def trials_of(machine: VerifiedMachine, extent: Extent, chosen: Collection[Part]
     """Returns the tiny models that the chosen parts load."""
     if set(chosen) == {"facts"}:
         return []
-    made = parts.trials_for(machine.engine, machine.host, machine.free, extent)
+    made = trials_for(machine.engine, machine.host, machine.free, extent)
     own: dict[Part, str] = {"engines": "family-", "runtime": "degree-", "faults": "too-large"}
     others = tuple(name for part, name in own.items() if part not in chosen)
     return [trial for trial in made if not trial.name.startswith(others)]
@@ -147,7 +137,7 @@ def verify(
         stand = Stand(home, folder, machine.engine, trials, hosts, engines)
         steps: dict[Part, Callable[[], Iterator[Verdict]]] = {
             "runtime": lambda: parts.runtime(stand, extent),
-            "engines": lambda: parts.engines(stand, extent),
+            "engines": lambda: answers.engines(stand, extent),
             "compiler": lambda: parts.compiler(stand),
             "memory": lambda: parts.memory(stand),
             "pinning": lambda: parts.pinning(stand, extent),
@@ -180,94 +170,3 @@ def _speeds(machine: VerifiedMachine, stand: Stand, home: Home, records: bool) -
     yield from parts.speeds(stand, machine.file, record, now)
     if records and record.changed:
         record.write(record.content(now))
-
-
-# The report
-
-
-def report_of(machine: VerifiedMachine, verdicts: Sequence[Verdict], seconds: float) -> dict[str, Any]:
-    """Returns the JSON of `verify -o json`."""
-    counts = Counter(verdict.result for verdict in verdicts)
-    return {
-        "corewright": corewright_version(),
-        "machine": {
-            "instance": machine.facts.instance_type,
-            "host": machine.host.topology.instance if machine.host.topology else None,
-            "emulated": machine.host.emulated,
-            "free": len(machine.free),
-        },
-        "engine": machine.engine,
-        "versions": dict(machine.versions),
-        "seconds": round(seconds, 1),
-        "proved": counts["proved"],
-        "refuted": counts["refuted"],
-        "not_run": counts["not run"],
-        "verdicts": [verdict.as_dict() for verdict in verdicts],
-    }
-
-
-def markdown(report: Mapping[str, Any]) -> str:
-    """Returns the report as Markdown: one table for each part."""
-    machine = report["machine"]
-    what = f"emulated {machine['host']}" if machine["emulated"] else machine["instance"] or "this machine"
-    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
-    lines = [
-        "# corewright verify",
-        "",
-        f"{what}, engine {report['engine']}, corewright {report['corewright']}{', ' if versions else ''}{versions}.",
-        f"{report['proved']} proved, {report['refuted']} refuted, {report['not_run']} not run, "
-        f"in {report['seconds'] / 60:.1f} minutes.",
-    ]
-    for part in PARTS:
-        rows = [each for each in report["verdicts"] if each["part"] == part]
-        if rows:
-            lines += ["", f"## {part}", "", "| claim | on | result | found |", "|---|---|---|---|"]
-            lines += [_row(each) for each in rows]
-    return "\n".join(lines)
-
-
-def _row(verdict: Mapping[str, Any]) -> str:
-    result = f"**{verdict['result']}**" if verdict["result"] == "refuted" else verdict["result"]
-    cells = (CLAIMS[verdict["claim"]].text, verdict["subject"], result, verdict["found"])
-    return f"| {' | '.join(' '.join(cell.split()).replace('|', '/') for cell in cells)} |"
-
-
-_URL = re.compile(r"\b[A-Za-z][A-Za-z0-9+.-]*://[^\s|]+")
-_PATH = re.compile(r"(?<![\w:/])~?(?:/[\w.+@%:-]+)+/?")
-_SECRET = re.compile(r"(?i)\b(?:hf_\w{8,}|AKIA\w{12,}|eyJ[\w.-]{20,}|\w*(?:token|secret|password|key)[=:]\s*\S+)")
-_ADDRESS = re.compile(r"(?<![\w.])\d{1,3}(?:\.\d{1,3}){3}\b(?!\.\d)")
-
-
-def without_names(text: str, names: Collection[str], versions: Collection[str] = ()) -> str:
-    """Returns a text without paths, addresses, secrets and ``names``, such as the user's and the host's. ``versions``
-    stay, although some look like addresses."""
-    text = _SECRET.sub("<secret>", _URL.sub("<address>", text))
-    text = _ADDRESS.sub(lambda match: match[0] if any(match[0] in each for each in versions) else "<address>", text)
-    text = _PATH.sub("<path>", text)
-    for name in sorted(filter(None, names), key=len, reverse=True):
-        text = re.sub(rf"\b{re.escape(name)}\b", "<name>", text)
-    return text
-
-
-def bundle(report: Mapping[str, Any], path: Path, names: Collection[str]) -> None:
-    """Writes report.json and report.md into a .tar.gz that a user can send: `without_names`, also those of the models,
-    the user and the host. Raises OSError."""
-    own = {*names, socket.gethostname()}
-    with contextlib.suppress(KeyError, OSError):  # a container's user may have no name
-        own.add(getpass.getuser())
-    clean = _clean(report, own, report["versions"].values())
-    files = {"report.json": json.dumps(clean, indent=2), "report.md": markdown(clean)}
-    with tarfile.open(path, "w:gz") as archive:
-        for name, text in files.items():
-            content = text.encode()
-            info = tarfile.TarInfo(f"corewright-verify/{name}")
-            info.size = len(content)
-            archive.addfile(info, BytesIO(content))
-
-
-def _clean(value: Any, names: Collection[str], versions: Collection[str]) -> Any:
-    if isinstance(value, str):
-        return without_names(value, names, versions)
-    if isinstance(value, Mapping):
-        return {key: _clean(each, names, versions) for key, each in value.items()}
-    return [_clean(each, names, versions) for each in value] if isinstance(value, list | tuple) else value

@@ -11,7 +11,7 @@ from workers.compiled.prediction import Prediction
 from workers.host.json_process import ChildRequest
 from workers.messages.actor_message import actor_message
 from workers.messages.replica_config import ReplicaConfig
-from workers.messages.status import Failure
+from workers.messages.status import Failure, Trouble
 
 NEEDS_DEVICE = "compile-needs-device"  # error of ``compile`` for graphs that only a start on its cores can compile
 
@@ -93,10 +93,4 @@ class Built(msgspec.Struct, frozen=True, kw_only=True, tag="built"):
     seconds: float = 0.0
 
 
-class BuildTrouble(msgspec.Struct, frozen=True, tag="trouble"):
-    """The error of a command."""
-
-    failure: Failure
-
-
-Reply = Checked | Predicted | Working | Built | BuildTrouble
+Reply = Checked | Predicted | Working | Built | Trouble

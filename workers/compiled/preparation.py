@@ -23,7 +23,7 @@ from workers.artifacts.sources.listing import SourceError, Stopped
 from workers.artifacts.store.store import Store
 from workers.compiled.host_sets import Buildable, compiles
 from workers.compiled.memory_gate import MemoryGate, need_gib
-from workers.compiled.orders import BuildTrouble, Built, Checked, Order, Predicted, Reply, Wanted, Working
+from workers.compiled.orders import Built, Checked, Order, Predicted, Reply, Wanted, Working
 from workers.compiled.places import places_for
 from workers.compiled.prediction import Prediction, predict
 from workers.compiled.storage import PATIENCE_S
@@ -32,7 +32,7 @@ from workers.host.neuron_faults import explained
 from workers.messages.actor_message import actor_message
 from workers.messages.engine_protocol import EngineLoadError
 from workers.messages.replica_config import ReplicaConfig
-from workers.messages.status import Failure
+from workers.messages.status import Failure, Trouble
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ def run_process(
             for line in process.stdout:
                 reply = msgspec.json.decode(line, type=Reply)
                 if not isinstance(reply, Working):
-                    return reply.failure if isinstance(reply, BuildTrouble) else reply
+                    return reply.failure if isinstance(reply, Trouble) else reply
                 tell(reply)
             if process.wait():
                 fact = f"ended with exit code {process.returncode}"

@@ -26,7 +26,7 @@ from workers.host.process_tree import end_with
 
 LIBRARY = "libnrt.so.1"
 FOLDER = "opt/aws/neuron/lib"  # of aws-neuronx-runtime-lib, below the root
-NO_FRAMEWORK = 1  # NRT_FRAMEWORK_TYPE_NO_FW
+NO_FRAMEWORK = 1  # NRT_FRAMEWORK_TYPE_NO_FW (AWS Neuron SDK docs, neuron-runtime/api/nrt.rst), with empty versions
 RETRY_S = 0.01
 MAX_TEXT_BYTES = 64 * 1024
 
@@ -50,10 +50,9 @@ class Claimed(msgspec.Struct, frozen=True, kw_only=True, tag="claimed"):
     """The cores are held."""
 
     at: float  # by the monotonic clock, which all processes of a host share
-    attempts: int
 
 
-Reply = ClaimRefused | Claimed
+ProbeReply = ClaimRefused | Claimed
 
 
 def attempt(request: ProbeRequest) -> str:
@@ -78,14 +77,13 @@ def attempt(request: ProbeRequest) -> str:
 _held: list[CoreClaim] = []  # until the process ends
 
 
-def probe(request: ProbeRequest, send: Callable[[Reply], None]) -> None:
+def probe(request: ProbeRequest, send: Callable[[ProbeReply], None]) -> None:
     """Tries until the cores are claimed or the limit has passed, then holds them."""
-    began, attempts, said = time.monotonic(), 0, ""
+    began, said = time.monotonic(), ""
     while True:
-        attempts += 1
         refused = _forked(request)
         if refused is None:
-            send(Claimed(at=time.monotonic(), attempts=attempts))
+            send(Claimed(at=time.monotonic()))
             signal.pause()
         elif refused != said:
             fault = fault_of(RuntimeError(refused))

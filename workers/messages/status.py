@@ -50,6 +50,12 @@ class Failure(msgspec.Struct, frozen=True):
         return f"{self.id}: {self.what}" + (f" ({self.hint})" if self.hint else "")
 
 
+class Trouble(msgspec.Struct, frozen=True, tag="trouble"):
+    """The last reply of a child process that has failed."""
+
+    failure: Failure
+
+
 class ServerLoad(msgspec.Struct, frozen=True):
     """The load of a replica's server, from its metrics."""
 

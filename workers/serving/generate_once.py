@@ -14,9 +14,8 @@ import msgspec
 from workers.host.json_process import ChildRequest, answering, read_request, set_variables
 from workers.messages.replica_config import ReplicaConfig
 from workers.messages.requests import FinishReason, GenerateRequest, TokenEvent
-from workers.messages.status import Failure
+from workers.messages.status import Failure, Trouble
 from workers.serving.backend import Backend, failure_of, opened
-from workers.serving.timed_answers import Trouble as Trouble
 from workers.text.tokenizer import ChatTemplateError, NoChatTemplate, TemplateInput, Tokenizer, load_tokenizer
 
 DEFAULT_TOKENS = 128  # of an answer, if the slot has room

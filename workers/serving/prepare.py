@@ -17,7 +17,7 @@ from pathlib import Path
 from placements.engines.registry import ENGINES
 from workers.artifacts.sources.listing import SourceError
 from workers.artifacts.store.artifact_uses import using
-from workers.compiled.orders import BuildTrouble, Checked, Order, Predicted, Reply
+from workers.compiled.orders import Checked, Order, Predicted, Reply
 from workers.compiled.places import ensure, find, wanted_of
 from workers.engines.open_engine import buildables, hide_progress_bars, runner_of
 from workers.engines.weight_files import check_checkpoint
@@ -26,7 +26,7 @@ from workers.host.memory_limits import is_out_of_memory, out_of_memory
 from workers.host.neuron_faults import explained
 from workers.messages.engine_protocol import EngineLoadError
 from workers.messages.replica_config import ReplicaConfig
-from workers.messages.status import Failure
+from workers.messages.status import Failure, Trouble
 from workers.text.tokenizer import load_tokenizer
 
 log = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ def run(command: str, order: Order, report: Report) -> bool:
                 report(ensure(units, config, report, push=order.push, make=order.make))
             return True
     except (EngineLoadError, SourceError) as error:
-        report(BuildTrouble(explained(Failure(error.id, error.what, error.hint), error, config.run.log)))
+        report(Trouble(explained(Failure(error.id, error.what, error.hint), error, config.run.log)))
     except Exception as error:
         if is_out_of_memory(error):
             want = out_of_memory(error, f"compiling {config.model.name}")
@@ -90,12 +90,12 @@ def run(command: str, order: Order, report: Report) -> bool:
             failure = Failure(id, message, f"the log is {config.run.log}")
         failure = explained(failure, error, config.run.log)  # before the log ends with a traceback
         log.exception("%s of %s failed", command, config.model.name)
-        report(BuildTrouble(failure))
+        report(Trouble(failure))
     return False
 
 
 def main(arguments: list[str]) -> int:
-    """Reads the order and runs it. Exit code 0: done; 1: failed, with a ``BuildTrouble`` line; 2: wrong usage."""
+    """Reads the order and runs it. Exit code 0: done; 1: failed, with a ``Trouble`` line; 2: wrong usage."""
     if arguments not in (["check"], ["predict"], ["compile"]):
         sys.stderr.write("usage: python -m workers.serving.prepare check|predict|compile < JSON\n")
         return 2

@@ -1,8 +1,8 @@
 """Answers groups of requests and reports when each token came: ``python -m workers.serving.timed_answers``.
 
-A ``TimedJob`` is read as JSON from standard input. JSON lines go to standard output: ``WarmModel``, one ``TimedAnswer``
-for each request in the order in which they end, and ``Finished``; or the ``Trouble`` that ended the process. It loads
-the model and batches as a replica does, without Ray. `corewright verify` runs it.
+A ``TimedJob`` is read as JSON from standard input. JSON lines go to standard output: one ``TimedAnswer`` for each
+request in the order in which they end, and ``Finished``; or the ``Trouble`` that ended the process. It loads the model
+and batches as a replica does, without Ray, and keeps its cores until it is killed. `corewright verify` runs it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import msgspec
 from workers.host.json_process import ChildRequest, answering, read_request, set_variables
 from workers.messages.replica_config import ReplicaConfig
 from workers.messages.requests import GenerateRequest, TokenEvent
-from workers.messages.status import Failure
+from workers.messages.status import Trouble
 from workers.serving.backend import Backend, failure_of, opened
 
 KIB = 1024
@@ -36,13 +36,6 @@ class TimedJob(ChildRequest, frozen=True, kw_only=True):
 
     config: ReplicaConfig
     groups: list[list[TimedRequest]] = msgspec.field(default_factory=list)
-    holds: bool = False  # afterwards the process keeps its cores until it is killed
-
-
-class WarmModel(msgspec.Struct, frozen=True, kw_only=True, tag="loaded"):
-    """The model is loaded and its buckets are warm."""
-
-    seconds: float  # since the request was read: claim, weights, graphs, warm-up
 
 
 class TimedAnswer(msgspec.Struct, frozen=True, kw_only=True, tag="answer"):
@@ -59,16 +52,11 @@ class TimedAnswer(msgspec.Struct, frozen=True, kw_only=True, tag="answer"):
 class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished"):
     """All requests have ended."""
 
+    load_s: float  # claim, weights, graphs, warm-up
     peak_gib: float  # host memory: the largest resident set of the process so far
 
 
-class Trouble(msgspec.Struct, frozen=True, tag="trouble"):
-    """The failure that ended the process."""
-
-    failure: Failure
-
-
-Reply = WarmModel | TimedAnswer | Finished | Trouble
+Reply = TimedAnswer | Finished | Trouble
 
 
 class _TimedRun:
@@ -132,14 +120,14 @@ def run(job: TimedJob, send: Callable[[Reply], None]) -> None:
     began, activity, id, timed = time.monotonic(), "the load", "load-failed", _TimedRun()
     try:
         with opened(job.config, timed.emit) as backend:
-            send(WarmModel(seconds=time.monotonic() - began))
+            load_s = time.monotonic() - began
             activity, id = "a step of the engine", "engine-failed"
             threading.Thread(target=timed.step, args=(backend,), daemon=True).start()
             for group in job.groups:
                 timed.group(backend, group, send)
-            send(Finished(peak_gib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB / 2**30))
-            if job.holds:
-                threading.Event().wait()
+            peak_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB / 2**30
+            send(Finished(load_s=load_s, peak_gib=peak_gib))
+            threading.Event().wait()
     except Exception as error:  # noqa: BLE001 - it is sent as the failure
         send(Trouble(failure_of(id, error, activity, job.config)))
 

@@ -25,9 +25,9 @@ from workers.engines.echo.engine import EchoEngine
 from workers.host.core_claims import CoreClaim, held_cores
 from workers.messages.engine_protocol import EngineLoadError
 from workers.messages.replica_config import ReplicaConfig
-from workers.messages.status import Failure
+from workers.messages.status import Failure, Trouble
 from workers.serving import backend, generate_once
-from workers.serving.generate_once import End, GenerateJob, Reply, TextPiece, Trouble
+from workers.serving.generate_once import End, GenerateJob, Reply, TextPiece
 from workers.text.tokenizer import TemplateInput, load_tokenizer
 
 SPEC = """\

@@ -32,11 +32,11 @@ from workers.artifacts.sources.listing import Stopped
 from workers.artifacts.store.store import StoreSettings
 from workers.compiled import neuron_target, preparation
 from workers.compiled.memory_gate import startable
-from workers.compiled.orders import BuildTrouble, Built, Order, Predicted, Reply, Wanted, Working
+from workers.compiled.orders import Built, Order, Predicted, Reply, Wanted, Working
 from workers.host import host_facts as this_host
 from workers.host import json_process
 from workers.messages.replica_config import ReplicaConfig
-from workers.messages.status import Failure
+from workers.messages.status import Failure, Trouble
 
 DEADLINE_S = 60.0
 
@@ -143,7 +143,7 @@ class Played:
         with self._lock:
             self.at_once -= 1
         if replica_config.model.name in self.failures:
-            yield BuildTrouble(self.failures[replica_config.model.name])
+            yield Trouble(self.failures[replica_config.model.name])
             return
         done = [] if replica_config.model.name in self.complete else [key]
         whole = msgspec.structs.replace(wanted, complete=True)

@@ -35,12 +35,12 @@ from workers.artifacts.store.store import Store
 from workers.compiled import neuron_cache, preparation, shared_sets
 from workers.compiled.host_sets import Buildable, always, entry
 from workers.compiled.memory_gate import startable
-from workers.compiled.orders import BuildTrouble, Built, Order, Predicted, Reply, Wanted
+from workers.compiled.orders import Built, Order, Predicted, Reply, Wanted
 from workers.compiled.places import find
 from workers.compiled.prediction import Prediction
 from workers.compiled.preparation import Warmed
 from workers.messages.replica_config import ReplicaConfig
-from workers.messages.status import Failure, Phase, Reaction
+from workers.messages.status import Failure, Phase, Reaction, Trouble
 from workers.serving import prepare
 
 ONE, TWO = "s3://models/one", "s3://models/two"
@@ -301,7 +301,7 @@ LLAMA = {
         ({"folder": "", "unread": ["w"]}, Built(wanted=[], seconds=0.0), "there"),
         (
             {"folder": "", "unread": ["w"]},
-            BuildTrouble(Failure("compile-needs-device", "on its cores")),
+            Trouble(Failure("compile-needs-device", "on its cores")),
             "needs-device",
         ),
     ],
@@ -311,7 +311,7 @@ def test_graphs_that_only_a_start_compiles_are_not_a_failure(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     wanted: dict[str, Any],
-    built: Built | BuildTrouble | None,
+    built: Built | Trouble | None,
     result: str,
 ) -> None:
     """`compile` finds those that are here, also if only digests of the weights show it, and exits with 0."""

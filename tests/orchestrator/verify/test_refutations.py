@@ -14,8 +14,8 @@ import pytest
 from orchestrator.process.speed_record import SpeedRecord
 from orchestrator.verify import parts
 from orchestrator.verify.claims import Verdict
-from orchestrator.verify.parts import QUICK, trials_for
 from orchestrator.verify.stand import Placed, Stand, TrialRun
+from orchestrator.verify.trials import QUICK, trials_for
 from placements.facts.checkpoints import Checkpoint
 from placements.facts.topology import TOPOLOGIES, Host, Machine
 from placements.resources.estimate import speed
@@ -42,10 +42,10 @@ class GivenStand(Stand):
         self.runs_given: list[TrialRun] = []
         self.compiles_given: list[Failure | Stopped | None] = []
 
-    def placed(self, name: str) -> Placed | Failure:
+    def placed(self, name: str) -> Placed:
         return self.given
 
-    def place(self, file: Any, name: str) -> Placed | Failure:
+    def place(self, file: Any, name: str) -> Placed:
         return self.given
 
     def run(self, trial: Any, groups: Sequence[Any] = (), *, during: Any = lambda pid: None, **more: Any) -> TrialRun:

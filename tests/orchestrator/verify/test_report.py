@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.verify.claims import CLAIMS, not_run, proved
-from orchestrator.verify.verification import PARTS, bundle, markdown
+from orchestrator.verify.claims import CLAIMS, PARTS, not_run, proved
+from orchestrator.verify.report import bundle, markdown
 from tests.docs.pages import ROOT
 
 SECRETS = (

@@ -8,8 +8,7 @@ import pytest
 
 from orchestrator.control.resolve.spec_file import examine, this_machine
 from orchestrator.process.failure import Failed
-from orchestrator.verify.parts import FULL, QUICK, Extent, trials_for
-from orchestrator.verify.trials import degrees, settings_of, spec_text, starts
+from orchestrator.verify.trials import FULL, QUICK, Extent, degrees, settings_of, spec_text, starts, trials_for
 from orchestrator.verify.verification import engine_of, host_of
 from placements.facts.core_range import CoreRange
 from placements.facts.topology import TOPOLOGIES, Host, Machine

@@ -23,12 +23,12 @@ from tests.workers.tnx_runs import BUCKETS, config
 from workers.artifacts.sources.listing import Stopped
 from workers.compiled import preparation
 from workers.compiled.host_sets import MANIFEST
-from workers.compiled.orders import BuildTrouble, Built, Order, Predicted, Reply, Wanted, Working
+from workers.compiled.orders import Built, Order, Predicted, Reply, Wanted, Working
 from workers.engines.transformers_neuronx.engine import open_transformers_neuronx
 from workers.host import file_lock
 from workers.messages.json_form import encoded
 from workers.messages.replica_config import ReplicaConfig
-from workers.messages.status import Failure, Reaction
+from workers.messages.status import Failure, Reaction, Trouble
 from workers.serving import prepare
 
 Checkpoints = Callable[[str], Path]
@@ -56,7 +56,7 @@ def wanted(replica_config: ReplicaConfig, **fields: Any) -> list[Wanted]:
 
 
 def trouble(replies: list[Reply]) -> str:
-    assert isinstance(replies[-1], BuildTrouble)
+    assert isinstance(replies[-1], Trouble)
     return replies[-1].failure.id
 
 
@@ -185,7 +185,7 @@ def test_a_failed_compile_leaves_no_complete_set(checkpoint: Checkpoints, machin
     """The next one starts over."""
     replica_config = kept(checkpoint("llama"), tmp_path)
     machine.plan({"at": "compile", "exit": 70})
-    assert isinstance(replies_to("compile", replica_config)[-1], BuildTrouble)
+    assert isinstance(replies_to("compile", replica_config)[-1], Trouble)
     machine.plan()
     (result,) = wanted(replica_config)
     assert not result.complete

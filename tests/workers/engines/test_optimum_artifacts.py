@@ -17,11 +17,12 @@ from tests.s3 import S3Server
 from tests.workers.nxdi_traffic import Checkpoints, arrivals, cpu, served, wrong
 from tests.workers.nxdi_traffic import sources as sources
 from tests.workers.optimum_traffic import config_of, export_here, play
-from workers.compiled.orders import NEEDS_DEVICE, BuildTrouble, Built, Order, Reply
+from workers.compiled.orders import NEEDS_DEVICE, Built, Order, Reply
 from workers.engines.open_engine import open_engine
 from workers.engines.optimum_neuron import artifacts
 from workers.messages.engine_protocol import EngineLoadError
 from workers.messages.replica_config import ReplicaConfig
+from workers.messages.status import Trouble
 from workers.serving import prepare
 
 ANSWERED = arrivals(2)
@@ -128,7 +129,7 @@ def test_a_damaged_export_is_not_loaded(
     s3.client().put_object(Bucket=bucket, Key=graph, Body=data[:-1] + bytes([data[-1] ^ 1]))
     reply = compiled(another(sources("llama"), tmp_path, cache, monkeypatch))
     if version == "0.0.28":
-        assert isinstance(reply, BuildTrouble)
+        assert isinstance(reply, Trouble)
         assert reply.failure.id == NEEDS_DEVICE
     else:
         assert isinstance(reply, Built)

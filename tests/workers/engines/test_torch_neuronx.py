@@ -18,7 +18,7 @@ from tests.replica_configs import changed
 from tests.replica_configs import replica_config as configured
 from workers.batching.encode_batcher import EncodeBatcher
 from workers.compiled.host_sets import LockedEntry
-from workers.compiled.orders import BuildTrouble, Built, Order, Predicted, Reply
+from workers.compiled.orders import Built, Order, Predicted, Reply
 from workers.engines.open_engine import open_encoder
 from workers.engines.torch_neuronx.artifacts import TRACE, compile_missing
 from workers.engines.torch_neuronx.tracing import Tracing
@@ -26,7 +26,7 @@ from workers.messages.encoder_protocol import EncodeInput
 from workers.messages.engine_protocol import EngineLoadError
 from workers.messages.replica_config import ReplicaConfig
 from workers.messages.requests import GenerateRequest, TokenEvent
-from workers.messages.status import Reaction
+from workers.messages.status import Reaction, Trouble
 from workers.serving.backend import failure_of
 from workers.serving.prepare import run
 
@@ -282,7 +282,7 @@ def test_a_bucket_that_does_not_compile_is_named_with_its_batch(machine: Neuron,
     replica_config = config(tmp_path / "model", tmp_path)
     machine.plan({"at": "compile", "count": 2, "exit": 70})
     reply = replies_to("compile", replica_config)[-1]
-    assert isinstance(reply, BuildTrouble)
+    assert isinstance(reply, Trouble)
     assert reply.failure.id == "compiler-failed"
     assert "the bucket of 20 tokens, 2 rows, of" in reply.failure.what
     machine.plan()

@@ -22,13 +22,14 @@ from tests.replica_configs import changed, replica_config
 from tests.s3 import S3Server
 from workers.compiled import preparation
 from workers.compiled.host_sets import entry
-from workers.compiled.orders import NEEDS_DEVICE, BuildTrouble, Built, Order, Predicted, Reply, Wanted
+from workers.compiled.orders import NEEDS_DEVICE, Built, Order, Predicted, Reply, Wanted
 from workers.engines.vllm.artifacts import NO_COMPILE, filling
 from workers.engines.vllm.engine import start_vllm
 from workers.host import file_lock
 from workers.messages.engine_protocol import EngineLoadError
 from workers.messages.json_form import encoded
 from workers.messages.replica_config import ReplicaConfig
+from workers.messages.status import Trouble
 from workers.serving import prepare
 
 DEADLINE_S = 30.0
@@ -399,7 +400,7 @@ def test_the_plugin_on_nxd_inference_and_drafts_are_compiled_only_on_cores(
     if drafts:
         host.config = changed(host.config, draft_source=host.config.source, draft_k=2, draft_method="eagle3")
     reply = host.replies("compile")[-1]
-    assert isinstance(reply, BuildTrouble)
+    assert isinstance(reply, Trouble)
     assert reply.failure.id == NEEDS_DEVICE
     assert not host.wanted().ahead
     assert not Path(host.wanted().folder).exists()
@@ -424,7 +425,7 @@ def test_the_later_plugin_is_compiled_ahead(tmp_path: Path, exits: str, monkeypa
 def test_a_failed_compilation_ahead_leaves_nothing_complete(tmp_path: Path) -> None:
     """An exit code other than 0 is a failure, also after all graphs were written."""
     host = Host(tmp_path, NEURON)
-    assert isinstance(host.replies("compile", env=host.config.place.env | {"EXITS": "3"})[-1], BuildTrouble)
+    assert isinstance(host.replies("compile", env=host.config.place.env | {"EXITS": "3"})[-1], Trouble)
     assert not host.wanted().complete
 
 

@@ -32,6 +32,4 @@ def test_the_cores_of_a_killed_probe_are_free_although_a_fork_held_them(tmp_path
             refusal = replies(following)
             assert (type(refusal), refusal.fault) == (ClaimRefused, "cores-taken")
             holder.kill()
-            claimed = replies(following)
-            assert isinstance(claimed, Claimed)
-            assert claimed.attempts > 1
+            assert isinstance(replies(following), Claimed)
