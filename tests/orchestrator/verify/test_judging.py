@@ -41,9 +41,12 @@ def test_a_log_probability_that_differs_from_the_reference_refutes() -> None:
         assert (verdict.claim, verdict.result) == ("logprobs", result)
 
 
-def test_no_answer_at_all_refutes() -> None:
-    verdict = scored("tokens", "", "fp32", [(answer(error="the engine failed"), [], [])])
-    assert (verdict.result, verdict.found) == ("refuted", "a: the engine failed")
+def test_an_answer_without_tokens_refutes_also_beside_others() -> None:
+    failed = (answer(error="the engine failed"), [], [])
+    for rows in ([failed], [failed, (answer(5), [-1.0], [-1.0])]):
+        verdict = scored("tokens", "", "fp32", rows)
+        assert (verdict.result, verdict.found) == ("refuted", "a: the engine failed")
+    assert scored("tokens", "", "fp32", []).result == "refuted"
 
 
 def test_answers_that_differ_are_shown_with_the_first_token_that_does() -> None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from orchestrator.control.resolve.spec_file import examine, this_machine
 from orchestrator.process.failure import Failed
+from orchestrator.process.home import Home
 from orchestrator.verify.trials import FULL, QUICK, Extent, degrees, settings_of, spec_text, starts, trials_for
-from orchestrator.verify.verification import engine_of, host_of
+from orchestrator.verify.verification import engine_of, host_of, machine_of
 from placements.facts.core_range import CoreRange
 from placements.facts.topology import TOPOLOGIES, Host, Machine
 from placements.planner.plan import plan
+from workers.host.core_claims import CoreClaim
+from workers.host.facts.reading import read_host_facts
 
 NAMES = ("cpu", "transformers-neuronx", "nxd-inference", "optimum-neuron")
 
@@ -101,3 +105,17 @@ def test_the_engine_is_that_of_the_specs_first_model_that_generates(tmp_path: Pa
     assert engine_of(file, host_of(file), "cpu") == "cpu"
     assert engine_of(None, host("inf2.48xlarge", emulated=True), None) == "cpu"
     assert engine_of(None, host("inf2.48xlarge"), None) == "nxd-inference"
+
+
+def test_cores_that_are_claimed_or_reserved_are_not_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = Home(tmp_path / "home")
+    home.prepare()
+    text = "hosts: {emulate: inf2.24xlarge, reserve: {cores: [11]}}\nmodels: {m: {engine: cpu, source: ./m}}\n"
+    file = examine(text, "spec.yaml", str(tmp_path), this_machine(), folders="ignore")
+    held = CoreClaim(home.claims(0), [0, 1])
+    try:
+        machine = machine_of(file, None, home, read_host_facts(), (), {})
+    finally:
+        held.release()
+    assert machine.free == tuple(range(2, 11))
+    assert machine.busy == dict.fromkeys((0, 1), f"pid {os.getpid()}")
