@@ -5,7 +5,17 @@ from __future__ import annotations
 import pytest
 
 from orchestrator.verify.claims import CLAIMS
-from orchestrator.verify.judging import NOISE_S, TOLERANCE, held_up, pinned, same_answers, same_logprobs, scored, step_s
+from orchestrator.verify.judging import (
+    NOISE_S,
+    TOLERANCE,
+    ScoredRow,
+    held_up,
+    pinned,
+    same_answers,
+    same_logprobs,
+    scored,
+    step_s,
+)
 from placements.engines.capabilities import Dtype
 from workers.serving.timed_answers import TimedAnswer
 
@@ -42,7 +52,7 @@ def test_a_log_probability_that_differs_from_the_reference_refutes() -> None:
 
 
 def test_an_answer_without_tokens_refutes_also_beside_others() -> None:
-    failed = (answer(error="the engine failed"), [], [])
+    failed: ScoredRow = (answer(error="the engine failed"), [], [])
     for rows in ([failed], [failed, (answer(5), [-1.0], [-1.0])]):
         verdict = scored("tokens", "", "fp32", rows)
         assert (verdict.result, verdict.found) == ("refuted", "a: the engine failed")
