@@ -46,7 +46,8 @@ class Topology:
         return replace(self, cores_per_device=cores, hbm_per_core_gib=hbm, lnc=lnc)
 
 
-LNC_CHOICES = (1, 2)
+DEFAULT_LNC = 2
+LNC_CHOICES = (1, DEFAULT_LNC)
 LNC_FAMILIES = frozenset({"trn2", "trn3"})
 """The families with logical cores (AWS Neuron SDK docs, arch/neuron-features/logical-neuroncore-config.rst)."""
 
@@ -55,14 +56,14 @@ _TRN3 = "its name is the Neuron driver's; vCPUs and memory are an UltraServer's,
 
 def family_of(instance: str) -> str:
     """Returns the family of an instance type, or of a family itself: "trn1" of "trn1n.32xlarge"."""
-    return instance[:4]
+    return instance.partition(".")[0][:4]
 
 
 def _type(
     instance: str, devices: int, cores: int, hbm: int, vcpus: int, memory_gib: int, link: Link, note: str = ""
 ) -> Topology:
     family = family_of(instance)
-    lnc = 2 if family in LNC_FAMILIES else None
+    lnc = DEFAULT_LNC if family in LNC_FAMILIES else None
     return Topology(instance, family, devices, cores, hbm, vcpus, memory_gib, link, lnc, note)
 
 

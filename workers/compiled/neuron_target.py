@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from placements.facts.topology import DEFAULT_LNC, LNC_FAMILIES, family_of
 from workers.host import host_facts
 from workers.messages.status import Failure
 
 OVERRIDE = "NEURON_PLATFORM_TARGET_OVERRIDE"
 LNC = ("NEURON_LOGICAL_NC_CONFIG", "NEURON_RT_VIRTUAL_CORE_SIZE")  # the second is the older name
-TARGETS = {"inf2": "trn1", "trn1n": "trn1", "trn2u": "trn2", "trn3e": "trn3"}  # optimum-neuron's table, and trn3's
-DEFAULT_LNC = {"trn1": 1, "trn2": 2, "trn3": 2}
 
 
 @dataclass(frozen=True)
@@ -27,14 +26,14 @@ def current() -> NeuronTarget:
     name = os.environ.get(OVERRIDE) or target_of(host_facts.instance_type() or "") or None
     lnc = next(filter(None, map(os.environ.get, LNC)), None)
     if lnc is None:
-        return NeuronTarget(name, DEFAULT_LNC.get(name or ""))
+        return NeuronTarget(name, DEFAULT_LNC if name in LNC_FAMILIES else 1 if name == "trn1" else None)
     return NeuronTarget(name, int(lnc) if lnc.isdecimal() else lnc)
 
 
 def target_of(instance: str) -> str:
-    """Returns the compiler's target for an instance type, or for the part of its name before the dot; "" for ""."""
-    family = instance.partition(".")[0]
-    return TARGETS.get(family, family)
+    """Returns the compiler's target for an instance type or a family; "" for ""."""
+    family = family_of(instance)
+    return "trn1" if family == "inf2" else family
 
 
 def refusal(override: str, instance: str) -> Failure | None:

@@ -6,10 +6,9 @@ from collections.abc import Iterator
 
 from orchestrator.control.resolve.checkpoint_reader import CheckpointFacts, SourcePart
 from placements.engines.registry import capabilities
-from placements.facts.topology import TOPOLOGIES
 from placements.spec.problems import Problem
 from placements.spec.schema import ModelSpec, Spec
-from workers.compiled.neuron_target import TARGETS
+from workers.compiled.neuron_target import target_of
 from workers.messages.engine_protocol import EngineLoadError
 from workers.messages.replica_config import DRAFT, Origin, ReplicaConfig, key_of
 
@@ -54,8 +53,7 @@ def _start_error(config: ReplicaConfig, spec: Spec) -> EngineLoadError | None:
         return start_error(config)
     from workers.engines.optimum_neuron.compiled_folder import start_error as optimum_error
 
-    machines = {TOPOLOGIES[name].family for entry in spec.hosts if (name := entry.instance) and name in TOPOLOGIES}
-    return optimum_error(config, {TARGETS[family] for family in machines if family in TARGETS})
+    return optimum_error(config, {target_of(entry.instance) for entry in spec.hosts if entry.instance})
 
 
 def _folder(part: SourcePart, facts: CheckpointFacts) -> str | None:

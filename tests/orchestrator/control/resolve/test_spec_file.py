@@ -78,20 +78,26 @@ def test_several_machines_need_a_cluster(joined: bool) -> None:
             assert sorted({problem.id for problem in problems}) == expected
 
 
-def test_a_folder_that_optimum_compiled_is_compared_with_the_spec(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("instance", "target", "recorded_target"), [("inf2.xlarge", "trn1", "trn2"), ("trn2.3xlarge", "trn2", "trn1")]
+)
+def test_a_folder_that_optimum_compiled_is_compared_with_the_spec(
+    instance: str, target: str, recorded_target: str, tmp_path: Path
+) -> None:
     """Its settings, and the machines that it was compiled for, before anything is loaded."""
     stub_checkpoint(tmp_path / "m")
     recorded = {"_serialized_key": "NxDNeuronConfig", "batch_size": 4, "sequence_length": 256, "tp_degree": 1}
-    more = {"torch_dtype": "bfloat16", "on_device_sampling": False, "continuous_batching": True, "target": "trn2"}
-    (tmp_path / "m" / "neuron_config.json").write_text(json.dumps(recorded | more))
+    more = {"torch_dtype": "bfloat16", "on_device_sampling": False, "continuous_batching": True}
+    (tmp_path / "m" / "neuron_config.json").write_text(json.dumps(recorded | more | {"target": recorded_target}))
     for name in ("model.pt", "checkpoint/weights/tp0_sharded_checkpoint.safetensors"):
         (tmp_path / "m" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "m" / name).touch()
-    text = "hosts: {instance: inf2.xlarge}\n"
+    text = f"hosts: {{instance: {instance}}}\n"
     text += "models: {a: {source: ./m, engine: optimum-neuron, tp_degree: 2, max_len: 256, allow_pickle: true}}\n"
-    file = examine(text, "f.yaml", str(tmp_path), Machine((0, 1), "inf2.xlarge"), folders="plan")
+    file = examine(text, "f.yaml", str(tmp_path), Machine((0, 1), instance), folders="plan")
     (problem,) = [problem for problem in file.problems if problem.id == "artifacts-mismatch"]
-    assert "tp_degree (tp_degree): needs 2, found 1; target of the machines: needs trn1, found trn2" in problem.what
+    differences = f"needs 2, found 1; target of the machines: needs {target}, found {recorded_target}"
+    assert f"tp_degree (tp_degree): {differences}" in problem.what
 
 
 @pytest.mark.parametrize("megabytes", [5, 50, 5000])
