@@ -16,9 +16,10 @@ from typing import Literal, NamedTuple, get_args
 from placements.engines.registry import AUTO_ENGINES, ENGINES, Engine, sdks_with
 from placements.facts.checkpoints import Checkpoint
 from placements.facts.known_failures import Confidence, KnownFailure, failures_of
-from placements.facts.neuron_releases import SDKS, Sdk, number
+from placements.facts.neuron_releases import SDKS, Sdk
 from placements.facts.tables import read_table
 from placements.facts.topology import family_of
+from placements.facts.versions import order
 
 Seen = Literal["served", "compiled"]
 EvidenceStatus = Literal["served", "compiled", "failed", "support ended", "nobody reported"]
@@ -39,9 +40,8 @@ class ModelVariant(NamedTuple):
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> ModelVariant:
         """Returns the variant of a checkpoint."""
-        scaling = checkpoint.config.get("rope_scaling") or checkpoint.config.get("rope_parameters")
-        kind = scaling.get("rope_type", scaling.get("type")) if isinstance(scaling, Mapping) else None
-        return cls(checkpoint.model_type, checkpoint.parameters, "" if kind in (None, "default") else str(kind))
+        kind = checkpoint.rope_type
+        return cls(checkpoint.model_type, checkpoint.parameters, "" if kind == "default" else kind)
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def evidence_of(model: ModelVariant, engine: Engine, sdk: Sdk, instance: str, tp
         if alike := [report for report in reports if report.seen == seen]:
             return Evidence.by(seen, series, alike)
     having = sdks_with(engine, machines)
-    ended = bool(having) and number(sdk.sdk) > number(having[-1].sdk)  # 3
+    ended = bool(having) and order(sdk.sdk) > order(having[-1].sdk)  # 3
     return Evidence("support ended" if ended else "nobody reported", series)
 
 
@@ -143,5 +143,5 @@ def served_on(machines: str) -> tuple[ModelReport, ...]:
         able = SERVED_WITH in report.engines.split() and ENGINES[SERVED_WITH].serves(report.family, machines)
         if able and report.seen == "served" and family_of(report.instance) == machines and report.sdk in found:
             found[report.sdk].setdefault(report.variant, report)
-    releases = [(sum(_WEIGHTS[each.confidence] for each in of.values()), number(sdk), sdk) for sdk, of in found.items()]
+    releases = [(sum(_WEIGHTS[each.confidence] for each in of.values()), order(sdk), sdk) for sdk, of in found.items()]
     return tuple(found[max(releases)[-1]].values()) if releases else ()

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from placements.facts.tables import read_table
-from placements.facts.versions import series
+from placements.facts.versions import order, series
 
 CONTAINERS = "public.ecr.aws/neuron/pytorch-inference-neuronx"
 VLLM_CONTAINERS = "public.ecr.aws/neuron/pytorch-inference-vllm-neuronx"
@@ -51,7 +51,7 @@ class Sdk:
     def superseded(self) -> str:
         """The day from which its images and containers get no more updates, that of the next release; "" if it is the
         newest (AWS's maintenance policy, about-neuron/sdk-policy.rst: updates are not applied to older images)."""
-        return next((other.released for other in SDKS if number(other.sdk) > number(self.sdk)), "")
+        return next((other.released for other in SDKS if order(other.sdk) > order(self.sdk)), "")
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,7 @@ class Environment:
     python: str  # "3.12"
     torch: str
     vllm: str  # the version of vLLM, if that is the engine
-    support_ended: (
-        str  # the day on which AWS ended the support of its engine, Python or operating system; "": it did not
-    )
+    support_ended: str  # the day on which AWS ended that of its engine, Python or operating system; "": it did not
     source: str
 
     @property
@@ -98,11 +96,6 @@ ENVIRONMENTS: tuple[Environment, ...] = tuple(Environment(**row) for row in read
 """The preferred operating system first."""
 
 
-def number(version: str) -> tuple[int, ...]:
-    """Returns a release of the SDK as numbers, to compare."""
-    return tuple(map(int, version.split(".")))
-
-
 def sdk_named(name: str) -> Sdk | None:
     """Returns a release ("2.28.0"), or the last one of a series ("2.28"); None: not in the table."""
     return next((sdk for sdk in reversed(SDKS) if name in (sdk.sdk, sdk.series)), None)
@@ -110,12 +103,12 @@ def sdk_named(name: str) -> Sdk | None:
 
 def next_series(sdk: Sdk) -> Sdk | None:
     """Returns the first release of the series after that of a release."""
-    return next((other for other in SDKS if number(other.series) > number(sdk.series)), None)
+    return next((other for other in SDKS if order(other.series) > order(sdk.series)), None)
 
 
 def environments_on(sdk: Sdk) -> tuple[Environment, ...]:
     """Returns the environments of all images of a release."""
-    return tuple(item for item in ENVIRONMENTS if number(item.first) <= number(sdk.sdk) <= number(item.last))
+    return tuple(item for item in ENVIRONMENTS if order(item.first) <= order(sdk.sdk) <= order(item.last))
 
 
 def sdk_of(packages: Mapping[str, str]) -> str | None:

@@ -16,11 +16,10 @@ from placements.facts.neuron_releases import (
     SDKS,
     environments_on,
     next_series,
-    number,
     sdk_named,
     sdk_of,
 )
-from placements.facts.versions import series
+from placements.facts.versions import order, series
 
 VERSION = r"\d+(\.\d+)+"
 TAG = r"\d+(\.\d+)+-neuronx-py3\d+-sdk\d+\.\d+\.\d+-ubuntu2[246]\.04"
@@ -61,11 +60,11 @@ def test_every_row_has_a_source_and_values_of_the_expected_form() -> None:
 def test_releases_are_in_the_order_of_versions_and_of_dates() -> None:
     """Each once; the versions of their packages do not decrease either."""
     for before, after in pairwise(SDKS):
-        assert number(before.sdk) < number(after.sdk)
+        assert order(before.sdk) < order(after.sdk)
         assert date.fromisoformat(before.released) < date.fromisoformat(after.released)
         for name in ("neuronx_cc", "nxd_inference", "transformers_neuronx"):
             older, newer = getattr(before, name), getattr(after, name)
-            assert not (older and newer) or number(older) <= number(newer), (after.sdk, name)
+            assert not (older and newer) or order(older) <= order(newer), (after.sdk, name)
 
 
 def test_containers_are_of_their_release() -> None:
