@@ -19,6 +19,7 @@ from orchestrator.cluster.up import FleetStart, Up, UpOptions
 from orchestrator.gateway.settings import GatewaySettings
 from orchestrator.process.failure import Failed
 from orchestrator.process.home import Home
+from placements.facts.topology import Machine
 from tests.orchestrator.fakefleet import LiveAdmin
 from tests.orchestrator.fakes import FakeCluster, Played, virtually
 from tests.replica_configs import replica_config
@@ -110,7 +111,7 @@ def daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Up:
     home = Home(tmp_path)
     home.prepare()
     options = UpOptions(gateway=GatewaySettings(host="127.0.0.1", port=1, home=str(tmp_path)))
-    return Up(home, options, FleetStart(SPEC, "f.yaml", "/", "f", ()), lambda line: None)
+    return Up(home, options, FleetStart(SPEC, "f.yaml", "/", "f", (), Machine((0,))), lambda line: None)
 
 
 @pytest.mark.parametrize("root", ["host", "/no/such/folder"])

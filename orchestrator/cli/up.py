@@ -113,7 +113,7 @@ def run_up(file: SpecFile, settings: Settings, ray_address: str | None = None, *
             ray_address=ray_address,
             detach=detach,
             elastic=any(entry.max is not None for entry in file.spec.hosts),
-            instance=file.machine.instance,
+            machine=file.machine,
             warm=file.warm_engines,
         )
         return Up(home, options, start, report, display).run(announce)

@@ -58,10 +58,9 @@ from orchestrator.process.failure import Failed
 from orchestrator.process.home import FLEET_VARIABLE, FleetRecord, Home, daemon_alive, end_leftovers
 from orchestrator.process.version import corewright_version
 from orchestrator.process.waiting_notice import WaitingNotice
-from placements.facts.topology import Host
+from placements.facts.topology import Host, Machine
 from placements.spec.problems import render
 from workers.host import host_facts as this_host
-from workers.host.facts.reading import read_cpu_layout
 from workers.host.task_boundary import task_boundary
 from workers.host.warm_processes import HANDED_OVER, WarmProcesses
 
@@ -103,10 +102,10 @@ class FleetStart:
     base_dir: str  # of its relative paths
     name: str  # of the fleet
     hosts: tuple[Host, ...]  # the planner's
+    machine: Machine  # this one
     ray_address: str | None = None  # of the cluster to join; None: `up` starts one, and ends it
     detach: bool = False  # exit when the fleet is ready, which a joined cluster keeps
     elastic: bool = False  # machines of some hosts are requested when they are needed
-    instance: str | None = None  # of this machine, when it has Neuron devices
     warm: Mapping[str, str | None] = field(default_factory=dict)  # the Python of each engine with a warm process
 
     @property
@@ -147,7 +146,7 @@ class Up:
         self._fleet = secrets.token_hex(8)
         self._pid = os.getpid()  # the child's record names this process
         self._record: FleetRecord  # of the fleet, as the child has written it
-        self._cpus = this_host.usable_cpus()
+        self._machine = start.machine  # for which the controller plans
         self._ray: OwnRay | None = None
         self._serve_up = False
         self._end_requested = False
@@ -438,7 +437,8 @@ class Up:
         taken = within(partial(taken_from, spec.name), LOOKUP_S)
         for line in survey.survey(spec.hosts, nodes, greetings, own_greeting(), taken, spec.elastic):
             self._report(line)
-        self._cpus = tuple(range(min((node.cpus for node in hosts), default=os.cpu_count() or 1)))
+        cpus = tuple(range(min((node.cpus for node in hosts), default=os.cpu_count() or 1)))
+        self._machine = Machine(cpus, joined=True)
         gateway, places_on, labels = self._options.gateway, self._options.gateways_on, {node.label for node in hosts}
         machines = [node.machine(node.label if node.label in labels else None) for node in nodes if node.alive]
         self._record = msgspec.structs.replace(self._record, url=client_url(gateway, places_on, machines))
@@ -524,10 +524,7 @@ class Up:
             base_dir=spec.base_dir,
             token=record.token,
             admin_port=int(record.admin_url.rpartition(":")[2]) if own else self._options.admin_port or 0,
-            cpus=self._cpus,
-            instance=spec.instance if own else None,
-            devices=(this_host.devices() or None) if own else None,
-            layout=read_cpu_layout(spec.instance) if own else None,
+            machine=self._machine,
             record=None if own else record,
             emulated=() if own else tuple(sorted(emulated_types(spec.hosts))),
             daemon_pid=record.pid,

@@ -8,7 +8,6 @@ import msgspec
 
 from orchestrator.messages.gateway_places import HOSTS
 from orchestrator.process.home import FleetRecord
-from placements.facts.cpu_layout import CpuLayout
 from placements.facts.topology import Machine
 from workers.artifacts.store.store import StoreSettings
 from workers.messages.credentials import Credentials
@@ -42,10 +41,7 @@ class ControllerSettings(FleetSettings, frozen=True, kw_only=True):
     base_dir: str
     token: str  # for the admin API, and between gateway and replicas
     admin_port: int  # 0, on a joined cluster: a free one, which it keeps if it restarts
-    cpus: tuple[int, ...]  # of this machine, for planning
-    instance: str | None  # of this machine, when it has Neuron devices
-    devices: tuple[int, ...] | None = None  # n of its /dev/neuron<n>
-    layout: CpuLayout | None = None  # of its CPUs; None: unknown, or on a Ray cluster
+    machine: Machine  # this machine, or each one of the joined cluster, for which revisions are resolved
     record: FleetRecord | None = None  # on a Ray cluster that others started: what the controller completes and writes
     emulated: tuple[str, ...] = ()  # instance types that the spec emulates on such a cluster
     daemon_pid: int = 0
@@ -57,8 +53,3 @@ class ControllerSettings(FleetSettings, frozen=True, kw_only=True):
     def joined(self) -> bool:
         """The fleet runs on a Ray cluster that it did not start."""
         return self.record is not None
-
-    @property
-    def machine(self) -> Machine:
-        """The machine, or each machine of the joined cluster, that revisions are resolved for."""
-        return Machine(self.cpus, self.instance, self.joined, self.devices, self.layout)

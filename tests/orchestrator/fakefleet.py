@@ -25,6 +25,7 @@ from orchestrator.console.page import Entrance
 from orchestrator.messages.controller_settings import ControllerSettings
 from orchestrator.messages.fleet_status import EventPage, FleetStatus
 from orchestrator.process.addresses import free_port
+from placements.facts.topology import Machine
 from placements.spec.problems import Problem
 from tests.fleet import until
 
@@ -441,8 +442,7 @@ class FakeFleet:
             base_dir="/specs",
             token=TOKEN,
             admin_port=1,
-            cpus=(0, 1),
-            instance=None,
+            machine=Machine((0, 1)),
         )
         self.calls: list[tuple[Any, ...]] = []
         self.for_keys: FakeFleet = self  # for callers with a key

@@ -40,7 +40,7 @@ from orchestrator.messages.fleet_status import FleetStatus, HostInFleet, Rollout
 from orchestrator.messages.gateway_places import ClusterMachine, GatewayPlace
 from orchestrator.process.awake_clock import AwakeClock
 from orchestrator.process.home import FleetRecord
-from placements.facts.topology import Host
+from placements.facts.topology import Host, Machine
 from workers.artifacts.fetch.artifact_fetcher import FetchedArtifact, WantedArtifact, wanted_by
 from workers.artifacts.fetch.progress import FetchStatus
 from workers.host.interpreter import Interpreter
@@ -586,8 +586,7 @@ class Played:
             base_dir=str(home),
             token="t",
             admin_port=1,
-            cpus=(0, 1),
-            instance=instance,
+            machine=Machine((0, 1), instance, joined=record is not None),
             record=record,
         )
         self.home = home

@@ -196,7 +196,9 @@ def up(tmp_path: Path) -> Up:
 
 def made(home: Path, ray_address: str | None) -> Up:
     options = UpOptions(gateway=GatewaySettings(home=str(home)), config=({"name": "port", "value": 1},))
-    start = FleetStart("models: {}", "fleet.yaml", "/", "chat", HOSTS, ray_address, detach=ray_address is not None)
+    start = FleetStart(
+        "models: {}", "fleet.yaml", "/", "chat", HOSTS, Machine((0,)), ray_address, detach=ray_address is not None
+    )
     return Up(Home(home), options, start, lambda line: None)
 
 

@@ -24,6 +24,7 @@ from orchestrator.process.addresses import free_port
 from orchestrator.process.child_process import Ended
 from orchestrator.process.failure import Failed
 from orchestrator.process.home import Home
+from placements.facts.topology import Machine
 
 SCRIPT = """
 import os, signal, sys, time
@@ -108,7 +109,9 @@ def daemon(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Up:
     home.prepare()
     settings = GatewaySettings(host="127.0.0.1", port=free_port(), home=str(home.path))
     said: list[str] = []
-    made = Up(home, UpOptions(gateway=settings), FleetStart("version: 1", "f.yaml", "/", "f", ()), said.append)
+    made = Up(
+        home, UpOptions(gateway=settings), FleetStart("version: 1", "f.yaml", "/", "f", (), Machine((0,))), said.append
+    )
     made.said = said  # type: ignore[attr-defined]
     return made
 
@@ -255,7 +258,12 @@ def test_unwritable_progress_output_does_not_end_the_fleet() -> None:
     """The output of `up` may be a file on a full disk."""
     settings = GatewaySettings(host="127.0.0.1", port=free_port(), home="/h")
     with Path("/dev/full").open("w", buffering=1) as output:
-        daemon = Up(Home(Path("/h")), UpOptions(gateway=settings), FleetStart("", "", "", "n", ()), _line_to(output))
+        daemon = Up(
+            Home(Path("/h")),
+            UpOptions(gateway=settings),
+            FleetStart("", "", "", "n", (), Machine((0,))),
+            _line_to(output),
+        )
         daemon._report("m/0 ready")
         with contextlib.suppress(OSError):
             output.close()

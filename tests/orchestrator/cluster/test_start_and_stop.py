@@ -23,6 +23,7 @@ from orchestrator.messages.fleet_status import FleetStatus
 from orchestrator.process.addresses import free_port
 from orchestrator.process.home import FLEET_VARIABLE, FleetRecord, Home
 from orchestrator.process.waiting_notice import WaitingNotice
+from placements.facts.topology import Machine
 from tests.fleet import until
 from tests.orchestrator.fakefleet import STATUS, LiveAdmin, replica, status_of
 from workers.host import host_facts as this_host
@@ -162,7 +163,7 @@ def daemon(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start
         with progress.open("a") as file:
             file.write(line + "\n")
 
-    made = Started(Home(home), UpOptions(gateway=gateway), FleetStart("", "f", "/", "demo", ()), write)
+    made = Started(Home(home), UpOptions(gateway=gateway), FleetStart("", "f", "/", "demo", (), Machine((0,))), write)
     made.progress = progress
     waiting = {**STATUS["models"][1], "name": "b", "state": "failed", "wanted": 1, "reason": "no room"}
     first = {**waiting, "name": "a", "replicas": [replica("a/0", "0-1", "loading")]}
