@@ -9,9 +9,9 @@ from dataclasses import replace
 from placements.explain.explanation import Question, Trial
 from placements.facts.core_range import CoreRange
 from placements.facts.topology import TOPOLOGIES, Host, Topology, alignment
-from placements.planner.spec_hosts import default_reserve
+from placements.planner.spec_hosts import host_for
 from placements.spec.notation import CorePin
-from placements.spec.schema import HostsSpec, Reserve
+from placements.spec.schema import HostsSpec
 
 MOST_HOSTS = 8
 """Hosts whose cordons and cores are tried one by one."""
@@ -75,10 +75,7 @@ def with_hosts(trial: Trial, template: Host, number: int) -> Trial:
 
 def new_host(topology: Topology, like: Host, real: bool) -> Host:
     """Returns an empty host of a type, emulated like the others unless they are real."""
-    if not real:
-        return replace(
-            like, name=f"{topology.instance}/0", topology=topology, reserved_cores=frozenset(), emulated=True
-        )
-    cpus = tuple(range(topology.vcpus))
-    name, reserve = f"{topology.instance}/0", default_reserve(len(cpus))
-    return Host(name, topology, cpus, reserve, memory_gib=topology.memory_gib - Reserve().memory_gib)
+    name = f"{topology.instance}/0"
+    if real:
+        return host_for(name, HostsSpec(instance=topology.instance), tuple(range(topology.vcpus)))
+    return replace(like, name=name, topology=topology, reserved_cores=frozenset(), emulated=True)

@@ -38,20 +38,19 @@ def hosts_for(spec: Spec, machine: Machine) -> tuple[Host, ...]:
     cpus = machine.cpus if layout is None else layout.ordered(machine.cpus)
     for wish in wishes:
         name = wish.instance or wish.emulate or DEFAULT_EMULATION
-        topology = TOPOLOGIES[name].at_lnc(wish.lnc)
         observed = layout if wish.instance == machine.instance else None
-        real = machine.cpus if observed or not spec.hosts else tuple(range(topology.vcpus))
+        real = machine.cpus if observed or not spec.hosts else tuple(range(TOPOLOGIES[name].vcpus))
         for _ in range(wish.most):
             host_name = f"{name}/{numbers[name]}"
             numbers[name] += 1
             if wish.instance is not None:
-                hosts.append(_real(host_name, topology, wish, real, observed))
+                hosts.append(host_for(host_name, wish, real, observed))
             else:
                 share = cpus
                 if not machine.joined:
                     share = share[at * len(share) // emulated : (at + 1) * len(share) // emulated]
                 at += 1
-                hosts.append(_emulated(host_name, topology, wish, tuple(sorted(share or cpus)), layout))
+                hosts.append(host_for(host_name, wish, tuple(sorted(share or cpus)), layout))
     return tuple(hosts)
 
 
@@ -80,15 +79,15 @@ def default_reserve(vcpus: int) -> int:
     return max(1, math.ceil(vcpus * RESERVED_SHARE))
 
 
-def _real(name: str, topology: Topology, wish: HostsSpec, cpus: tuple[int, ...], layout: CpuLayout | None) -> Host:
-    reserve = default_reserve(len(cpus)) if wish.reserve.vcpus is None else wish.reserve.vcpus
-    memory = max(0.0, topology.memory_gib - wish.reserve.memory_gib)
-    return Host(name, topology, cpus, reserve, frozenset(wish.reserve.cores), memory_gib=memory, layout=layout)
-
-
-def _emulated(name: str, topology: Topology, wish: HostsSpec, cpus: tuple[int, ...], layout: CpuLayout | None) -> Host:
-    reserve = wish.reserve.vcpus or 0
-    return Host(name, topology, cpus, reserve, frozenset(wish.reserve.cores), emulated=True, layout=layout)
+def host_for(name: str, wish: HostsSpec, cpus: tuple[int, ...], layout: CpuLayout | None = None) -> Host:
+    """Returns a host of an entry, with these CPUs of the machine or of the type."""
+    topology = TOPOLOGIES[wish.instance or wish.emulate or DEFAULT_EMULATION].at_lnc(wish.lnc)
+    vcpus, memory = wish.reserve.vcpus, None
+    if wish.instance is not None:
+        vcpus = default_reserve(len(cpus)) if vcpus is None else vcpus
+        memory = max(0.0, topology.memory_gib - wish.reserve.memory_gib)
+    cores = frozenset(wish.reserve.cores)
+    return Host(name, topology, cpus, vcpus or 0, cores, wish.instance is None, memory, layout)
 
 
 @dataclass(frozen=True)
