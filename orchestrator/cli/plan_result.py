@@ -15,7 +15,7 @@ from orchestrator.cli.output import stdout, use_color
 from orchestrator.control.resolve.spec_file import SpecFile
 from orchestrator.process.failure import Failed
 from orchestrator.process.home import Home
-from orchestrator.process.speed_record import recorded_speeds
+from orchestrator.process.speed_record import SpeedRecord
 from orchestrator.process.text_table import columns, three_digits
 from orchestrator.process.version import corewright_version
 from placements.explain.core_map import core_map, host_names
@@ -105,8 +105,7 @@ def plan_changes(data: dict[str, Any]) -> bool:
 
 def speeds_of_home() -> tuple[MeasuredSpeed, ...]:
     """Returns the speeds that earlier fleets and `corewright verify` have measured in this home."""
-    home, now = Home.from_environment(), time.time()
-    return recorded_speeds(home.speeds, corewright_version(), now)
+    return SpeedRecord(Home.from_environment().speeds, corewright_version(), time.time()).measured()
 
 
 def _without_fleet(file: SpecFile, brief: bool, measured: Sequence[MeasuredSpeed] = ()) -> PlanResult:

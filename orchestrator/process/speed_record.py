@@ -50,11 +50,6 @@ def merged(entries: Iterable[SpeedEntry]) -> dict[tuple[int, str, str], SpeedEnt
     return {key: every[key] for key in islice(kept, MOST_ENTRIES)}
 
 
-def recorded_speeds(path: Path, software: str, now: float) -> tuple[MeasuredSpeed, ...]:
-    """Returns what fleets and `corewright verify` have recorded in a file; none without it. ``now`` in s since 1970."""
-    return SpeedRecord(path, software, now).measured()
-
-
 class SpeedRecord:
     """The entries of one home. Used from one event loop, except ``write``."""
 

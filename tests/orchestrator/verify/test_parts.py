@@ -20,7 +20,7 @@ from orchestrator.cli.app import CHANGES
 from orchestrator.control.resolve.spec_file import examine, this_machine
 from orchestrator.process.failure import Failed
 from orchestrator.process.home import Home
-from orchestrator.process.speed_record import SpeedRecord, recorded_speeds
+from orchestrator.process.speed_record import SpeedRecord
 from orchestrator.verify import answers, parts
 from orchestrator.verify.claims import Verdict
 from orchestrator.verify.stand import Placed, Stand
@@ -236,7 +236,7 @@ def test_speeds_of_the_specs_models_are_recorded_and_read_by_plan(
     (verdict,) = parts.speeds(stand, file, record, 0.0)
     record.write(record.content(0.0))
     assert verdict.subject == "own"
-    (measured,) = recorded_speeds(home.speeds, "0.1.0", 0.0)
+    (measured,) = SpeedRecord(home.speeds, "0.1.0", 0.0).measured()
     assert measured.speeds["step_ms"] == pytest.approx(verdict.values["step_ms"])
     assert cli.run(["plan", str(path), "--offline"]) == CHANGES
     assert f"measured on {measured.requests} requests" in capsys.readouterr().out
