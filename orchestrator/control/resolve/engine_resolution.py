@@ -47,19 +47,15 @@ async def resolve_engine(config: ReplicaConfig, generation: ResolvedRevision, ho
     """
     if config.model.engine == "auto":  # 1
         return await _chosen(config, generation, hosts)
-    if config.run.python is not None or needs_neuron(config.model.engine):
+    engine = config.model.engine
+    if config.run.python is not None or needs_neuron(engine):
         interpreter = await hosts.interpreter(config.run.python, config.place.host)
-        refused = (
-            _refusal(interpreter, config.model.engine)
-            or _misread(interpreter, config.model.engine, config.model.name, generation)
-            or _mistargeted(interpreter, config, generation)
-        )  # 2
-        if refused is not None:
+        if refused := _refusal(interpreter, engine) or _unfit(interpreter, engine, config, generation):  # 2
             return refused
-    if capabilities(config.model.engine).launches:
+    if capabilities(engine).launches:
         interpreter = await hosts.interpreter(config.run.server_python, config.place.host)
         release = generation.spec.vllm_release_on(_host_of(config, generation))
-        return vllm_refusal(interpreter, release) or _mistargeted(interpreter, config, generation) or config
+        return vllm_refusal(interpreter, release) or _unfit(interpreter, engine, config, generation) or config
     return config
 
 
@@ -87,11 +83,8 @@ async def _chosen(config: ReplicaConfig, generation: ResolvedRevision, hosts: Ho
     if isinstance(chosen, NoEngine):
         also = "".join(f"; {refused.id}: {refused.what}" for refused in refusals)
         return Failure(chosen.id, chosen.what + also, chosen.hint)
-    if chosen in usable:
-        interpreter = usable[chosen]
-        refused = _misread(interpreter, chosen, config.model.name, generation)
-        if refused := refused or _mistargeted(interpreter, config, generation):
-            return refused
+    if chosen in usable and (refused := _unfit(usable[chosen], chosen, config, generation)):
+        return refused
     config = msgspec.structs.replace(config, model=model.resolved(chosen, checkpoint))
     return config.with_run(python=spec.python_for(chosen), warm=spec.is_warm(chosen))
 
@@ -102,18 +95,16 @@ def _refusal(interpreter: Interpreter, engine: str) -> Failure | None:
     return refusal(interpreter, needs, ray=_ray_version(), python_minor=minor, corewright=corewright_version())
 
 
-def _misread(interpreter: Interpreter, engine: str, model: str, generation: ResolvedRevision) -> Failure | None:
-    checkpoint = generation.checkpoints.get(model)
-    if checkpoint is None:
-        return None
-    how = capabilities(engine).misread(checkpoint.config, interpreter.packages.get("transformers"))
-    fact = f"{engine} misreads the rotary positions of {model} in {interpreter.python}: {how}"
-    return Failure("rotary-misread", fact, MISREAD_HINT) if how else None
-
-
-def _mistargeted(interpreter: Interpreter, config: ReplicaConfig, generation: ResolvedRevision) -> Failure | None:
-    host = _host_of(config, generation)
-    if host.topology is None or host.emulated or config.model.engine in HOST_ENGINES:
+def _unfit(
+    interpreter: Interpreter, engine: Engine, config: ReplicaConfig, generation: ResolvedRevision
+) -> Failure | None:
+    """Returns why the engine in the interpreter would compute or compile the model wrongly on the host."""
+    checkpoint, host = generation.checkpoints.get(config.model.name), _host_of(config, generation)
+    transformers = interpreter.packages.get("transformers")
+    if checkpoint is not None and (how := capabilities(engine).misread(checkpoint.config, transformers)):
+        fact = f"{engine} misreads the rotary positions of {config.model.name} in {interpreter.python}: {how}"
+        return Failure("rotary-misread", fact, MISREAD_HINT)
+    if host.topology is None or host.emulated or engine in HOST_ENGINES:
         return None  # nothing is compiled for devices
     return neuron_target.refusal(interpreter.target, host.topology.instance)
 
