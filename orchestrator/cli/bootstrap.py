@@ -50,11 +50,6 @@ class ModelReading:
         """Its model_type."""
         return None if self.variant is None else self.variant.family
 
-    @property
-    def candidates(self) -> tuple[Engine, ...]:
-        """The engines that may serve it, the preferred one first."""
-        return candidates_of(self.engine if self.kind == "generate" or self.engine != "auto" else AUTO_ENCODER)
-
 
 @dataclass(frozen=True)
 class ModelEntry:
@@ -218,8 +213,9 @@ def _served(model: ModelReading, engines: Sequence[EngineEntry], sdk: Sdk, insta
     """Returns the engine of a model on the image."""
     if model.engine in HOST_ENGINES or capabilities(model.engine).forwards:
         return ModelEntry(model.name, model.family, model.engine)
+    candidates = candidates_of(model.engine if model.kind == "generate" or model.engine != "auto" else AUTO_ENCODER)
     reasons = []
-    for candidate in model.candidates:
+    for candidate in candidates:
         entry = next(entry for entry in engines if entry.engine == candidate)
         if entry.works and (not entry.families or model.family is None or model.family in entry.families):
             variant = model.variant
@@ -316,7 +312,7 @@ def _image(situation: MachineSituation, sdk: Sdk, environment: Environment) -> B
 
 
 def _unknown(name: str) -> Problem:
-    known = sorted({sdk.series for sdk in SDKS}, key=lambda item: tuple(map(int, item.split("."))))
+    known = dict.fromkeys(sdk.series for sdk in SDKS)
     fact = f"Neuron SDK {name} is not in corewright's table"
     return Problem("sdk-unknown", "error", "", fact, f"set --sdk to one of {', '.join(known)}")
 
