@@ -26,7 +26,7 @@ from placements.facts.neuron_releases import SDKS, Environment, Sdk, environment
 from placements.facts.topology import family_of
 from placements.facts.versions import reaches, series
 from placements.spec.problems import Problem
-from workers.host.interpreter import Interpreter, refusal, vllm_refusal
+from workers.host.interpreter import FleetVersions, Interpreter, refusal, vllm_refusal
 
 DISK_GIB = 500
 BUILD = "The wheel: `pip wheel --no-deps --wheel-dir dist .` in a clone of the repository."
@@ -400,21 +400,16 @@ def on_image(sdk: Sdk, os: str, machines: str) -> tuple[EngineEntry, ...]:
 
 
 def on_machine(
-    interpreters: Iterable[Interpreter], machines: str | None, *, ray: str, python: str, corewright: str
+    interpreters: Iterable[Interpreter], machines: str | None, fleet: FleetVersions
 ) -> tuple[EngineEntry, ...]:
-    """Returns the engines in interpreters of a machine. The versions are those of the fleet."""
+    """Returns the engines in interpreters of a machine."""
     entries = []
-    minor = ".".join(python.split(".")[:2])
     for interpreter in interpreters:
         for engine in NEURON:
             able = ENGINES[engine]
             if version := able.version_among(interpreter.packages):
                 item = entry(engine, version, interpreter.python, machines)
-                refused = (
-                    vllm_refusal(interpreter, None)
-                    if able.launches
-                    else refusal(interpreter, engine, ray=ray, python_minor=minor, corewright=corewright)
-                )
+                refused = vllm_refusal(interpreter, None) if able.launches else refusal(interpreter, fleet, engine)
                 if item.works and refused is not None:
                     reason = refused.what.removeprefix(f"{interpreter.python} ")
                     if not able.launches and interpreter.corewright is None:

@@ -21,7 +21,7 @@ from placements.spec.problems import Problem, in_order
 from workers.compiled import neuron_target
 from workers.engines.package_contract import Drift
 from workers.host.facts.machine import HostFacts, Owner, owners
-from workers.host.interpreter import Interpreter, refusal, vllm_refusal
+from workers.host.interpreter import FleetVersions, Interpreter, refusal, vllm_refusal
 
 HOLDING = ("ready", "draining")  # states in which a replica certainly holds its cores
 MOST_LINES = 3  # differences of one engine in a problem
@@ -52,9 +52,7 @@ class InterpreterReading:
 class Readings:
     """All readings of a machine."""
 
-    corewright: str
-    python: str  # "3.11.9"
-    ray: str
+    versions: FleetVersions  # of this command
     package_folder: str  # the folder of this command's own packages
     dev: tuple[int, ...]  # the indexes of the devices in /dev
     facts: HostFacts
@@ -93,7 +91,7 @@ class Report:
         readings, facts = self.readings, self.readings.facts
         replica_of = _replica_ids(readings)
         return {
-            "versions": fields_of(readings, "corewright python ray"),
+            "versions": readings.versions._asdict(),
             "packages": readings.interpreters[0].interpreter.folders,
             "machine": {
                 "instance": facts.instance_type,
@@ -136,19 +134,14 @@ def report(readings: Readings) -> Report:
         *_package_problems(readings),
         *_device_problems(readings),
         *_core_problems(readings, held),
-        *interpreter_problems(readings.interpreters, readings.python, readings.ray, readings.corewright),
+        *interpreter_problems(readings.interpreters, readings.versions),
         *_engine_problems(readings),
     ]
     engines: tuple[EngineEntry, ...] = ()
     if readings.dev or readings.environments:
         topology = TOPOLOGIES.get(readings.facts.instance_type or "")
-        engines = on_machine(
-            readings.all_interpreters,
-            None if topology is None else topology.family,
-            ray=readings.ray,
-            python=readings.python,
-            corewright=readings.corewright,
-        )
+        machines = None if topology is None else topology.family
+        engines = on_machine(readings.all_interpreters, machines, readings.versions)
     return Report(readings, tuple(in_order(problems)), held, engines)
 
 
@@ -232,17 +225,14 @@ def _core_problems(readings: Readings, held: Mapping[int, Owner]) -> list[Proble
     return problems
 
 
-def interpreter_problems(
-    readings: Sequence[InterpreterReading], python: str, ray: str, corewright: str
-) -> list[Problem]:
-    """Returns why interpreters cannot run the engines that they are needed for. The versions are the fleet's."""
+def interpreter_problems(readings: Sequence[InterpreterReading], fleet: FleetVersions) -> list[Problem]:
+    """Returns why interpreters cannot run the engines that they are needed for."""
     problems = []
-    minor = ".".join(python.split(".")[:2])
     for reading in readings:
         interpreter = reading.interpreter
         for engine in reading.needed_for or (None,):
             required = None if engine == "auto" else engine
-            refused = refusal(interpreter, required, ray=ray, python_minor=minor, corewright=corewright)
+            refused = refusal(interpreter, fleet, required)
             if engine is not None and capabilities(engine).launches:
                 refused = vllm_refusal(interpreter, reading.release)
             if refused is not None:

@@ -4,8 +4,6 @@ orchestrator/cli/bootstrap.py."""
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
-import platform
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,6 +19,7 @@ from orchestrator.cli.bootstrap import bootstrap as plan_bootstrap
 from orchestrator.cli.client import find_fleet
 from orchestrator.cli.diagnosis import FleetReading, InterpreterReading, Readings, Report, interpreter_problems, report
 from orchestrator.cli.output import Format, show
+from orchestrator.control.resolve.engine_resolution import fleet_versions
 from orchestrator.control.resolve.spec_file import SpecFile, load, start_problems
 from orchestrator.process.failure import Failed
 from orchestrator.process.text_table import columns
@@ -65,9 +64,7 @@ def examination(file: SpecFile | None) -> Report:
         problems.append(failed.problem)
     return report(
         Readings(
-            corewright=corewright_version(),
-            python=platform.python_version(),
-            ray=importlib.metadata.version("ray"),
+            versions=fleet_versions(),
             package_folder=str(Path(orchestrator.__file__).parent.parent),
             dev=devices(places.dev),
             facts=read_host_facts(places),
@@ -162,9 +159,7 @@ def engine_problems(file: SpecFile) -> list[Problem]:
         for python, engines, where in _needed(file)
         if engines
     ]
-    return interpreter_problems(
-        readings, platform.python_version(), importlib.metadata.version("ray"), corewright_version()
-    )
+    return interpreter_problems(readings, fleet_versions())
 
 
 def _interpreters(file: SpecFile | None) -> list[InterpreterReading]:
@@ -236,9 +231,9 @@ def text(report: Report) -> str:
         sizes = f"{len(readings.dev)} devices, {len(facts.cores)} cores"
         machine = f"{facts.instance_type or 'unknown instance type'}: {sizes}"
     lines = [
-        f"corewright   {readings.corewright}",
-        f"Python       {readings.python}",
-        f"Ray          {readings.ray}",
+        f"corewright   {readings.versions.corewright}",
+        f"Python       {readings.versions.python}",
+        f"Ray          {readings.versions.ray}",
         *(f"{name:<13}{folder or '-'}" for name, folder in readings.interpreters[0].interpreter.folders.items()),
         f"machine      {machine}",
         f"driver       {versions.driver or '-'}   runtime {versions.runtime or '-'}   tools {versions.tools or '-'}",

@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -187,15 +187,18 @@ def trouble(interpreter: Interpreter) -> Failure | None:
     return Failure(id, interpreter.error, f"run `{interpreter.python} -c 'print(1)'` by hand on that host")
 
 
-def refusal(
-    interpreter: Interpreter, engine: str | None = None, *, ray: str, python_minor: str, corewright: str
-) -> Failure | None:
-    """Returns why a replica with ``engine`` cannot start in the interpreter; None: it can.
+class FleetVersions(NamedTuple):
+    """The versions that every interpreter of a fleet has."""
 
-    ``ray``, ``python_minor`` ("3.11") and ``corewright``: the fleet's versions. ``engine`` None: packages are not
-    checked.
-    """
-    path = interpreter.python
+    corewright: str
+    python: str  # "3.11.9", of which the minor version decides
+    ray: str
+
+
+def refusal(interpreter: Interpreter, fleet: FleetVersions, engine: str | None = None) -> Failure | None:
+    """Returns why a replica with ``engine`` cannot start in the interpreter; None: it can. ``engine`` None: packages
+    are not checked."""
+    path, corewright, ray, python_minor = interpreter.python, fleet.corewright, fleet.ray, series(fleet.python)
     if (failed := trouble(interpreter)) is not None:
         return failed
     if interpreter.minor != python_minor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import platform
 from functools import cache
 from importlib.metadata import version
 from typing import Protocol
@@ -24,7 +24,7 @@ from placements.engines.registry import (
 from placements.engines.transformers_neuronx.capabilities import MISREAD_HINT
 from placements.facts.topology import Host
 from workers.compiled import neuron_target
-from workers.host.interpreter import Interpreter, refusal, vllm_refusal
+from workers.host.interpreter import FleetVersions, Interpreter, refusal, vllm_refusal
 from workers.messages.replica_config import ReplicaConfig
 from workers.messages.status import Failure
 
@@ -90,9 +90,8 @@ async def _chosen(config: ReplicaConfig, generation: ResolvedRevision, hosts: Ho
 
 
 def _refusal(interpreter: Interpreter, engine: str) -> Failure | None:
-    minor = f"{sys.version_info.major}.{sys.version_info.minor}"
     needs = None if engine in SERVER_ENGINES else engine  # the server has an interpreter of its own
-    return refusal(interpreter, needs, ray=_ray_version(), python_minor=minor, corewright=corewright_version())
+    return refusal(interpreter, fleet_versions(), needs)
 
 
 def _unfit(
@@ -109,10 +108,11 @@ def _unfit(
     return neuron_target.refusal(interpreter.target, host.topology.instance)
 
 
+@cache
+def fleet_versions() -> FleetVersions:
+    """Returns the versions of a fleet that this process starts or controls."""
+    return FleetVersions(corewright_version(), platform.python_version(), version("ray"))
+
+
 def _host_of(config: ReplicaConfig, generation: ResolvedRevision) -> Host:
     return next(host for host in generation.hosts if host.name == config.place.host)
-
-
-@cache
-def _ray_version() -> str:
-    return version("ray")

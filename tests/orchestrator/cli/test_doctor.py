@@ -32,7 +32,7 @@ from workers.engines.package_contract import Drift
 from workers.host.facts.machine import HostFacts, NeuronProcess
 from workers.host.facts.neuron_ls import Device
 from workers.host.facts.tools import Versions
-from workers.host.interpreter import Interpreter, vllm_refusal
+from workers.host.interpreter import FleetVersions, Interpreter, vllm_refusal
 
 DEADLINE_S = 30
 WHOLE = WholeMachine(cpus=tuple(range(192)), instance="inf2.48xlarge")
@@ -67,9 +67,7 @@ VLLM = Interpreter(
 )
 NXD_DRIFT = Drift("nxd-inference", "neuronx_distributed_inference", "0.8.16251", "0.8")
 WELL = Readings(
-    corewright="0.1.0",
-    python="3.12.3",
-    ray="2.60.0",
+    versions=FleetVersions("0.1.0", "3.12.3", "2.60.0"),
     package_folder=FOLDER,
     dev=tuple(range(6)),
     facts=FACTS,
@@ -399,7 +397,7 @@ def test_the_running_fleet_is_queried(
     monkeypatch.setenv("COREWRIGHT_HOME", str(tmp_path))
     monkeypatch.setattr(doctor_command, "_interpreters", lambda file: list(WELL.interpreters[:1]))
     monkeypatch.setattr(doctor_command.orchestrator, "__file__", f"{FOLDER}/orchestrator/__init__.py")  # type: ignore[attr-defined]
-    monkeypatch.setattr(doctor_command.platform, "python_version", lambda: "3.12.3")  # type: ignore[attr-defined]
+    monkeypatch.setattr(doctor_command, "fleet_versions", lambda: WELL.versions)
     admin = LiveAdmin()
     try:
         monkeypatch.setenv("COREWRIGHT_URL", admin.url)

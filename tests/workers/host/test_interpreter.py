@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from tests.doubles.machine import make_interpreter
-from workers.host.interpreter import Interpreter, Interpreters, probe, refusal
+from workers.host.interpreter import FleetVersions, Interpreter, Interpreters, probe, refusal
 
-FLEET = {"ray": "2.60.0", "python_minor": "3.11", "corewright": "0.1.0"}
+FLEET = FleetVersions("0.1.0", "3.11.9", "2.60.0")
 SOUND = Interpreter(
     python="/opt/venv/bin/python",
     version="3.11.9",
@@ -42,7 +42,7 @@ def test_a_probe_has_the_versions_and_folders_of_this_interpreter() -> None:
     assert own.folders["workers"] == str(Path(__file__).parents[3] / "workers")
     assert own.packages["transformers"] == version("transformers")
     assert "transformers-neuronx" not in own.packages
-    assert refusal(own, **{**FLEET, "python_minor": own.minor, "ray": version("ray")}) is None
+    assert refusal(own, FLEET._replace(python=own.version, ray=version("ray"))) is None
 
 
 def test_an_engine_is_found_by_the_metadata_of_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +73,7 @@ def test_a_file_that_is_not_an_interpreter_is_refused_in_time(
     """It may be missing, hang, or be another program."""
     python = str(tmp_path / "python") if body is None else script(tmp_path / "python", body)
     began = time.monotonic()
-    refused = refusal(probe(python, 0.5), **FLEET)
+    refused = refusal(probe(python, 0.5), FLEET)
     assert refused is not None
     assert refused.id == id
     assert detail in refused.what
@@ -83,7 +83,7 @@ def test_a_file_that_is_not_an_interpreter_is_refused_in_time(
 def test_a_file_that_is_not_executable_is_refused(tmp_path: Path) -> None:
     """For example, a venv's activate script."""
     (tmp_path / "python").write_text("text")
-    refused = refusal(probe(str(tmp_path / "python"), 5.0), **FLEET)
+    refused = refusal(probe(str(tmp_path / "python"), 5.0), FLEET)
     assert refused is not None
     assert refused.id == "interpreter-broken"
 
@@ -155,7 +155,7 @@ def test_each_difference_from_the_fleet_has_its_id(
     interpreter: Interpreter, engine: str | None, id: str, detail: str
 ) -> None:
     """Its hint has the command that installs the right version."""
-    refused = refusal(interpreter, engine, **FLEET)
+    refused = refusal(interpreter, FLEET, engine)
     assert refused is not None
     assert refused.id == id
     assert detail in refused.what
@@ -164,15 +164,15 @@ def test_each_difference_from_the_fleet_has_its_id(
 
 def test_a_missing_corewright_is_installed_from_the_fleets_wheel() -> None:
     """No package index has it."""
-    refused = refusal(changed(corewright=None), **FLEET)
+    refused = refusal(changed(corewright=None), FLEET)
     assert refused is not None
-    assert refused.hint.endswith(f"{SOUND.python} -m pip install corewright-{FLEET['corewright']}-py3-none-any.whl")
+    assert refused.hint.endswith(f"{SOUND.python} -m pip install corewright-{FLEET.corewright}-py3-none-any.whl")
 
 
 @pytest.mark.parametrize("engine", [None, "cpu", "nxd-inference"])
 def test_an_interpreter_like_the_fleets_is_accepted(engine: str | None) -> None:
     """Patch versions of Python may differ."""
-    assert refusal(SOUND, engine, **FLEET) is None
+    assert refusal(SOUND, FLEET, engine) is None
 
 
 def test_concurrent_callers_share_one_probe(tmp_path: Path) -> None:
