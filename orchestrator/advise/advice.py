@@ -217,8 +217,8 @@ class Advice:
 
     @property
     def evidence(self) -> dict[tuple[str, Engine], tuple[Evidence, ...]]:
-        """What others report of the model, by the families of machines that were compared, and the engines that serve
-        it there."""
+        """The reports about the model, by the families of machines that were compared and the engines that serve it
+        there."""
         families = dict.fromkeys(TOPOLOGIES[instance].family for instance in self.question.instances)
         engines = candidates_of(self.question.engine)
         return {

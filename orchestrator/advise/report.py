@@ -82,7 +82,7 @@ def advice_text(advice: Advice) -> str:
     lines.append("Times are as long as ERROR, the error of the estimated step, allows; docs/sizing.md has its sources.")
     for (machines, engine), releases in advice.evidence.items():
         each = "; ".join(f"SDK {evidence.sdk} {evidence.text}" for evidence in releases)
-        lines.append(f"Others report on {machines} with {engine}: {each or 'nothing of this model'}.")
+        lines.append(f"Reports on {machines} with {engine}: {each or 'none of this model'}.")
     lines.append(THIN)
     left_out = ", ".join(f"{len(reasons)} by {id}" for id, reasons in advice.left_out.items())
     lines.append(f"{counted(advice.compared, 'candidate')} compared" + (f"; left out: {left_out}" if left_out else ""))

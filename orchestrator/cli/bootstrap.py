@@ -134,10 +134,10 @@ class Bootstrap:
 def bootstrap(situation: MachineSituation) -> Bootstrap:
     """Returns the steps to a fleet.
 
-    1. The release of the SDK: as named; else of the releases whose image has every engine of the spec, or else NxD
-       Inference, one that serves the most models of the spec, and on which the fewest are known to fail; of these that
-       of this machine, or that on which others served or compiled the models with the best confidence (`evidence`), or
-       the last one. Without models that were read, those that are recommended count.
+    1. The release of the SDK: as named; else one whose image has every engine of the spec, or else NxD Inference.
+       Several releases are compared in this order: the most models of the spec that it serves, the fewest that are
+       known to fail, this machine's release, the best confidence with which others served or compiled the models
+       (`evidence`), the latest release. If no models were read, the recommended ones are used.
     2. Its image: this machine's, or that with the most of these engines.
     3. The environment of the fleet: that of an engine of the spec, NxD Inference before transformers-neuronx; a new one
        if only vLLM is used.
@@ -170,8 +170,8 @@ def bootstrap(situation: MachineSituation) -> Bootstrap:
 
 
 def _release(named: set[Engine], situation: MachineSituation, instance: str) -> Sdk | None:
-    """Returns a release with all engines, of a series of NxD Inference that was tested; with the first of the preferred
-    engines if no release has all."""
+    """Returns a release with all engines, of a tested series of NxD Inference. If no release has all, returns one with
+    the first of the preferred engines."""
     engines = sorted(name for name in named if not ENGINES[name].absent) or [PREFERRED[0]]
     machines, here = family_of(instance), set(situation.installed.values())
     releases = [set(sdks_with(engine, machines)) for engine in engines]
@@ -186,12 +186,12 @@ def _release(named: set[Engine], situation: MachineSituation, instance: str) -> 
         os = _os(sdk, named, situation, machines)
         image = on_image(sdk, os, machines) if os else ()
         entries = [_served(model, image, sdk, instance) for model in models]
-        found = [entry.evidence for entry in entries if entry.evidence]
+        known = [entry.evidence for entry in entries if entry.evidence]
         failed, served, compiled = (
-            sum(each.weight for each in found if each.status == status) for status in ("failed", "served", "compiled")
+            sum(each.weight for each in known if each.status == status) for status in ("failed", "served", "compiled")
         )
-        able = sum(entry.engine is not None for entry in entries)
-        return able, -failed, sdk.series in here, served, compiled, SDKS.index(sdk)
+        count = sum(entry.engine is not None for entry in entries)
+        return count, -failed, sdk.series in here, served, compiled, SDKS.index(sdk)
 
     if tested:
         return max(tested, key=proof)
@@ -301,8 +301,8 @@ def _image(situation: MachineSituation, sdk: Sdk, environment: Environment) -> B
         remarks.append(f"If it prints None: the last image of this name from before {later.released}.")
         remarks.append(f"Not {environment.parameter}, which may be of a later SDK.")
     if sdk.superseded:
-        remarks.append(f"Security: AWS has published no updates of this image since {sdk.superseded}. Install those of")
-        remarks.append("its operating system, and let only your own network reach the machine.")
+        remarks.append(f"Security: AWS has published no updates of this image since {sdk.superseded}. Install the")
+        remarks.append("updates of its operating system, and allow access from your own network only.")
     if environment.support_ended:
         remarks.append(f"AWS ended the support of this environment on {environment.support_ended}.")
     if containers := [item for item in map(environment.container_in, SDKS) if item and f"-sdk{sdk.series}." in item]:

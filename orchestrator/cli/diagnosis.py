@@ -254,7 +254,7 @@ def interpreter_problems(readings: Sequence[InterpreterReading], fleet: FleetVer
 def _version_problems(
     drift: Drift, subject: str, reading: InterpreterReading, topology: Topology | None
 ) -> Iterator[Problem]:
-    """Yields the problems of an installed version: on the machine, and if it is newer than the known ones."""
+    """Yields the problems of an installed version with the machine, and if it is newer than the known ones."""
     engine, version = capabilities(drift.engine), drift.installed
     if not version:
         return
@@ -263,10 +263,10 @@ def _version_problems(
         fact = f"{subject} does not run on {topology.family}"
         yield Problem("engine-unsupported-here", "warning", reading.where, fact, hint)
     elif topology is not None and (why := engine.maintenance(version, topology.family)):
-        hint = "test a model with it first; AWS fixes only critical faults and gaps in its security"
+        hint = "test a model with it first; AWS fixes only critical and security problems"
         yield Problem("engine-in-maintenance", "warning", reading.where, f"{subject} {why}", hint)
     if last := engine.planned_as(version):
-        fact = f"{subject} is not known to this corewright, and is planned as {last}"
+        fact = f"{subject} is unknown to this version of corewright, and is planned as {last}"
         hint = "options and memory may differ: test a model with it first"
         yield Problem("engine-version-unknown", "warning", reading.where, fact, hint)
 

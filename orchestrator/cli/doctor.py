@@ -79,7 +79,7 @@ def examination(file: SpecFile | None) -> Report:
 
 
 def _file_problems(file: SpecFile, interpreters: Sequence[InterpreterReading]) -> Iterator[Problem]:
-    """Yields the problems of the file, with what is known to fail in the interpreters instead of a planned release."""
+    """Yields the problems of the file, with the known failures of the interpreters instead of the planned releases."""
     yield from (problem for problem in file.problems if problem.id != KNOWN_FAILURE)
     installed = {
         engine: reading.interpreter.packages
@@ -274,7 +274,7 @@ def doctor(
         option(
             "VERSION",
             "Release of the Neuron SDK for --bootstrap, such as 2.28.",
-            default="the one on which the models are best proven",
+            default="the one with the best reports of the models",
         ),
     ] = None,
     output: FormatOption = Format.TABLE,

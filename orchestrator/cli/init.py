@@ -14,11 +14,11 @@ from placements.facts.topology import DEGREES, TOPOLOGIES, Topology, doubt
 from placements.spec.notation import name_from
 from workers.host import host_facts as this_host
 
-CHAT, SMALL = "meta-llama/Llama-3.1-8B-Instruct", "Qwen/Qwen2.5-0.5B-Instruct"  # where nothing is reported
+CHAT, SMALL = "meta-llama/Llama-3.1-8B-Instruct", "Qwen/Qwen2.5-0.5B-Instruct"  # if no report is known
 UNPROVEN = "No report of these models on such machines is known."
-LARGEST = 8  # the degree of the first of them, if the instance type has it
+LARGEST = 8  # tp_degree of CHAT, if the instance type has it
 LEAST_GIB = 64  # of host memory for a model of 8 billion parameters: loading takes a quarter of it
-SMALL_BILLIONS = 4.0  # the most parameters of a model on a host with less
+SMALL_BILLIONS = 4.0  # the most parameters (10^9) of a model on a smaller host
 
 ANY_SOURCE = "a hub id, a folder, or s3://BUCKET/PREFIX"
 SPECS = Path(__file__).parent / "specs"  # templates
@@ -39,7 +39,7 @@ def spec_for(topology: Topology | None, name: str, *, here: bool = True) -> str:
         for report in served_on(topology.family)
         if int(report.tp_degree) in degrees and (large or float(report.billions) <= SMALL_BILLIONS)
     ]
-    chosen = reports[:1] + reports[1:][-1:]  # the best proven and the smallest one
+    chosen = reports[:1] + reports[1:][-1:]  # the one with the best report, and the smallest one
     models = [(report.model, int(report.tp_degree), f"served by others: {report.source}") for report in chosen]
     evidence = f"Others served these models on Neuron SDK {reports[0].sdk}. {THIN}" if reports else UNPROVEN
     models = models or [

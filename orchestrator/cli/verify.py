@@ -1,4 +1,4 @@
-"""The command `verify`: proves or refutes on this machine what plans and docs assume of it."""
+"""The command `verify`: proves or refutes on this machine what plans and docs assume about it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def verify(
     ] = None,
     output: FormatOption = Format.TABLE,
 ) -> None:
-    """Measure on free cores of this machine what plans and docs assume of it, and exit with 1 if a claim is refuted."""
+    """Measure on free cores what plans and docs assume about this machine, and exit with 1 if a claim is refuted."""
     from orchestrator.verify import report as reports
     from orchestrator.verify import verification
     from orchestrator.verify.claims import PARTS

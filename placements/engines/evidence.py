@@ -1,10 +1,10 @@
 """What others report for a model on an engine, a release of the Neuron SDK and a machine. Pure.
 
-It was served or compiled, by facts/reports.csv, or it fails, by `known_failures`; corewright itself has seen nothing.
-Columns of the table: ``billions`` are the parameters in 10^9; ``rope`` is the type of scaled rotary positions;
-``engines`` compile the model with the same code as ``ran``, what was run; ``sdk`` is the series of the release;
-``instance`` is a family where the type is not stated, and ``tp_degree`` empty. ``confidence`` and ``source`` are as in
-`known_failures`; "reproduced" are several reports, or one with details.
+Reports of served and compiled models are in facts/reports.csv, and failures in `known_failures`. None of them was run
+with corewright. Columns of the table: ``billions`` is the number of parameters in 10^9; ``rope`` is the type of scaled
+rotary positions; ``ran`` is what was run, and ``engines`` compile the model with the same code; ``sdk`` is the series
+of the release. If a report does not state the type of machine, ``instance`` is a family; ``tp_degree`` may be empty.
+``confidence`` and ``source`` are as in `known_failures`; "reproduced" means several reports, or one with details.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from placements.facts.topology import family_of
 from placements.facts.versions import order
 
 Seen = Literal["served", "compiled"]
-EvidenceStatus = Literal["served", "compiled", "failed", "support ended", "nobody reported"]
+EvidenceStatus = Literal["served", "compiled", "failed", "support ended", "not reported"]
 
-MOST_SIZE_DIFFERENCE = 0.05  # in parameters, of models of one shape, such as with a longer vocabulary
+MAX_SIZE_DIFFERENCE = 0.05  # in parameters, of models of one shape, such as with a longer vocabulary
 SERVED_WITH: Engine = AUTO_ENGINES[0]  # of the models that are recommended
 _WEIGHTS: Mapping[str, int] = {name: weight for weight, name in enumerate(reversed(get_args(Confidence)), 1)}
-THIN = "Reports are few, and none is of corewright."
+THIN = "Reports are few, and none is about corewright."
 
 
 class ModelVariant(NamedTuple):
-    """A model, by what reports distinguish."""
+    """The properties of a model by which reports apply to it."""
 
     family: str  # model_type
     parameters: int | None = None  # None: unknown
@@ -69,10 +69,10 @@ class ModelReport:
 
     def is_of(self, model: ModelVariant, engine: Engine, machines: str) -> bool:
         """Returns whether it is of a model of this shape on an engine and a family of machines."""
-        alike = (self.family, self.rope, family_of(self.instance)) == (model.family, model.rope, machines)
-        if not alike or engine not in self.engines.split() or model.parameters is None:
+        is_alike = (self.family, self.rope, family_of(self.instance)) == (model.family, model.rope, machines)
+        if not is_alike or engine not in self.engines.split() or model.parameters is None:
             return False
-        return abs(model.parameters / (float(self.billions) * 1e9) - 1) <= MOST_SIZE_DIFFERENCE
+        return abs(model.parameters / (float(self.billions) * 1e9) - 1) <= MAX_SIZE_DIFFERENCE
 
 
 REPORTS: tuple[ModelReport, ...] = tuple(ModelReport(**row) for row in read_table("facts/reports.csv"))
@@ -80,7 +80,7 @@ REPORTS: tuple[ModelReport, ...] = tuple(ModelReport(**row) for row in read_tabl
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is reported, with its sources."""
+    """What is reported, and its sources."""
 
     status: EvidenceStatus
     sdk: str  # series
@@ -107,9 +107,9 @@ class Evidence:
 def evidence_of(model: ModelVariant, engine: Engine, sdk: Sdk, instance: str, tp_degree: int = 0) -> Evidence:
     """Returns what is reported for a model on an engine, a release, and an instance type or a family of them.
 
-    1. A known failure, even if another model of this shape was served.
-    2. It was served, or else compiled.
-    3. The images of the release have no version of the engine for the machine any more.
+    1. Failed: a known failure applies, even if another model of this shape was served.
+    2. Served, or else compiled: a report applies.
+    3. Support ended: the release is later than the last one whose images have the engine for the machine.
     """
     machines, series = family_of(instance), sdk.series
     known = failures_of(
@@ -121,9 +121,9 @@ def evidence_of(model: ModelVariant, engine: Engine, sdk: Sdk, instance: str, tp
     for seen in get_args(Seen):  # 2
         if alike := [report for report in reports if report.seen == seen]:
             return Evidence.by(seen, series, alike)
-    having = sdks_with(engine, machines)
-    ended = bool(having) and order(sdk.sdk) > order(having[-1].sdk)  # 3
-    return Evidence("support ended" if ended else "nobody reported", series)
+    supported = sdks_with(engine, machines)
+    ended = bool(supported) and order(sdk.sdk) > order(supported[-1].sdk)  # 3
+    return Evidence("support ended" if ended else "not reported", series)
 
 
 def releases_reported(model: ModelVariant, engine: Engine, machines: str) -> tuple[Evidence, ...]:
@@ -134,14 +134,17 @@ def releases_reported(model: ModelVariant, engine: Engine, machines: str) -> tup
 
 
 def served_on(machines: str) -> tuple[ModelReport, ...]:
-    """Returns the models that were served on one release, that on which models were served best; best proven first.
+    """Returns the reports of models that were served on one release, the most reliable report first.
 
-    Only releases and families that SERVED_WITH supports on the machines.
+    It is the release with the most reliable reports. Only releases and families that SERVED_WITH supports on the
+    machines count.
     """
-    found: dict[str, dict[ModelVariant, ModelReport]] = {sdk.series: {} for sdk in sdks_with(SERVED_WITH, machines)}
+    served: dict[str, dict[ModelVariant, ModelReport]] = {sdk.series: {} for sdk in sdks_with(SERVED_WITH, machines)}
     for report in sorted(REPORTS, key=lambda report: (-_WEIGHTS[report.confidence], -float(report.billions))):
-        able = SERVED_WITH in report.engines.split() and ENGINES[SERVED_WITH].serves(report.family, machines)
-        if able and report.seen == "served" and family_of(report.instance) == machines and report.sdk in found:
-            found[report.sdk].setdefault(report.variant, report)
-    releases = [(sum(_WEIGHTS[each.confidence] for each in of.values()), order(sdk), sdk) for sdk, of in found.items()]
-    return tuple(found[max(releases)[-1]].values()) if releases else ()
+        is_supported = SERVED_WITH in report.engines.split() and ENGINES[SERVED_WITH].serves(report.family, machines)
+        is_here = family_of(report.instance) == machines and report.sdk in served
+        if is_supported and is_here and report.seen == "served":
+            served[report.sdk].setdefault(report.variant, report)
+    weights = {sdk: sum(_WEIGHTS[each.confidence] for each in models.values()) for sdk, models in served.items()}
+    best = max(weights, key=lambda sdk: (weights[sdk], order(sdk)), default=None)
+    return () if best is None else tuple(served[best].values())

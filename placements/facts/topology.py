@@ -51,7 +51,7 @@ LNC_CHOICES = (1, DEFAULT_LNC)
 LNC_FAMILIES = frozenset({"trn2", "trn3"})
 """The families with logical cores (AWS Neuron SDK docs, arch/neuron-features/logical-neuroncore-config.rst)."""
 
-_TRN3 = "its name is the Neuron driver's; vCPUs and memory are an UltraServer's, divided by its servers"
+_TRN3 = "the name is from the Neuron driver; vCPUs and memory are those of an UltraServer, divided by its servers"
 
 
 def family_of(instance: str) -> str:
@@ -96,8 +96,8 @@ class Degree:
     tp: int
     legal: int  # ranges must begin at a multiple of this (hardware)
     preferred: int  # ranges should begin at a multiple of this, itself a multiple of ``legal``
-    documented: bool = True  # by the guides of the engines
-    doubt: str = ""  # why it may not work, after "tp_degree N "; "" if nothing is known
+    documented: bool = True  # in the guides of the engines
+    doubt: str = ""  # text after "tp_degree N " on why it may not work; "" if nothing is known
 
 
 _ONE_PAGE = "is documented on one AWS page only, not in the guides of the engines"
@@ -136,7 +136,7 @@ def degree(family: str, tp: int) -> Degree | None:
 
 
 def doubt(topology: Topology, row: Degree) -> str:
-    """Returns why the degree may not work on the type, after "tp_degree N "; "" if nothing is known.
+    """Returns text after "tp_degree N " on why the degree may not work on the type; "" if nothing is known.
 
     The guides for the families with logical cores are about LNC 2.
     """
@@ -165,7 +165,7 @@ class Host:
     name: str  # "inf2.48xlarge/0"
     topology: Topology | None
     cpus: tuple[int, ...]  # ids of the available CPUs, ascending
-    reserve_vcpus: int = 0  # to reserve for the system; whole physical cores are
+    reserve_vcpus: int = 0  # to reserve for the system, before rounding up to whole physical cores
     reserved_cores: frozenset[int] = frozenset()
     emulated: bool = False  # the accelerator only; CPUs are real
     memory_gib: float | None = None  # available to replicas; None: no limit (emulated hosts share the machine's memory)
@@ -178,7 +178,7 @@ class Host:
 
     @cached_property
     def cpu_layout(self) -> CpuLayout | None:
-        """The layout of the CPUs; None: unknown. An emulated host has that of its type if the machine has the CPUs."""
+        """The layout of the CPUs; None: unknown. An emulated host has its type's if the machine has its CPUs."""
         published = None
         if self.topology is not None and self.cpus[: self.topology.vcpus] == tuple(range(self.topology.vcpus)):
             published = LAYOUTS.get(self.topology.instance)

@@ -1,4 +1,4 @@
-"""What others report for a model: served, compiled, failed, or nothing."""
+"""The reports of others for a model: served, compiled, failed, or none."""
 
 from __future__ import annotations
 
@@ -48,22 +48,22 @@ def test_every_report_names_things_that_exist(report: ModelReport) -> None:
     ("model", "engine", "sdk", "instance", "status"),
     [
         (MISTRAL, NXD, "2.24", "inf2.48xlarge", "served"),
-        (MISTRAL, NXD, "2.24", "trn1.32xlarge", "nobody reported"),
-        (MISTRAL, NXD, "2.28", "inf2.48xlarge", "nobody reported"),
+        (MISTRAL, NXD, "2.24", "trn1.32xlarge", "not reported"),
+        (MISTRAL, NXD, "2.28", "inf2.48xlarge", "not reported"),
         (TINYLLAMA, NXD, "2.28", "inf2.xlarge", "served"),
         (TINYLLAMA, "vllm", "2.28", "inf2.xlarge", "served"),
-        (TINYLLAMA, OPTIMUM, "2.28", "inf2.xlarge", "nobody reported"),
+        (TINYLLAMA, OPTIMUM, "2.28", "inf2.xlarge", "not reported"),
         (QWEN_7B, NXD, "2.28", "inf2", "compiled"),
         (QWEN_7B, NXD, "2.31", "inf2", "support ended"),
         (QWEN_7B._replace(parameters=1_543_714_304), NXD, "2.28", "inf2", "failed"),
-        (QWEN_7B._replace(parameters=8_400_000_000), NXD, "2.28", "inf2", "nobody reported"),
-        (QWEN_7B._replace(parameters=None), NXD, "2.28", "inf2", "nobody reported"),
+        (QWEN_7B._replace(parameters=8_400_000_000), NXD, "2.28", "inf2", "not reported"),
+        (QWEN_7B._replace(parameters=None), NXD, "2.28", "inf2", "not reported"),
         (LLAMA_32, NXD, "2.28", "inf2", "failed"),
         (LLAMA_31, OPTIMUM, "2.26", "inf2", "served"),
-        (LLAMA_31._replace(rope=""), OPTIMUM, "2.26", "inf2", "nobody reported"),
+        (LLAMA_31._replace(rope=""), OPTIMUM, "2.26", "inf2", "not reported"),
     ],
 )
-def test_a_report_counts_for_its_model_engine_release_and_machines(
+def test_a_report_applies_to_its_model_engine_release_and_machines(
     model: ModelVariant, engine: str, sdk: str, instance: str, status: str
 ) -> None:
     """The size and the rotary positions distinguish models of a family."""
@@ -86,13 +86,13 @@ def test_the_text_has_every_source_and_the_best_confidence() -> None:
     assert release is not None
     text = evidence_of(TINYLLAMA, NXD, release, "inf2").text
     assert text == "served (reproduced: helixml/helix#2724, kubernetes-sigs/wg-serving#71)"
-    assert Evidence("nobody reported", "2.28").text == "nobody reported"
+    assert Evidence("not reported", "2.28").text == "not reported"
 
 
 @pytest.mark.parametrize(
     ("source", "rope"), [("meta-llama/Llama-3.1-8B-Instruct", "llama3"), ("mistralai/Mistral-7B-Instruct-v0.3", "")]
 )
-def test_a_checkpoint_is_known_by_its_size_and_its_rotary_positions(source: str, rope: str) -> None:
+def test_a_checkpoint_is_identified_by_its_size_and_its_rotary_positions(source: str, rope: str) -> None:
     checkpoint = Checkpoint.from_config(PUBLISHED[source])
     assert ModelVariant.of(checkpoint) == (checkpoint.model_type, checkpoint.parameters, rope)
 

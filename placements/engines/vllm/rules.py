@@ -22,13 +22,13 @@ from placements.spec.sections import EngineSettings
 
 
 def releases(case: Case) -> tuple[vllm.VllmNeuron, ...]:
-    """Returns the releases of vllm-neuron that the plan counts with; () if vLLM runs on the CPU."""
+    """Returns the planned releases of vllm-neuron; () if vLLM runs on the CPU."""
     planned = [case.spec.vllm_release_on(host) for host, _ in case.fleet.kinds]
     return tuple(dict.fromkeys(release for release in planned if release is not None))
 
 
 def planned_packages(case: Case, host: Host) -> Mapping[str, str]:
-    """Returns the distributions of the release of vllm-neuron that the plan counts with on a host."""
+    """Returns the distributions of the planned release of vllm-neuron on a host."""
     release = case.spec.vllm_release_on(host)
     sdk = sdk_named(release.sdk.split()[0]) if release else None
     return {"vllm-neuron": release.plugin, **sdk.packages} if release and sdk else {}
@@ -277,14 +277,14 @@ def interpreter_is_named(spec: Spec) -> Iterator[Problem]:
 
 
 def plugin_is_known(spec: Spec) -> Iterator[Problem]:
-    """The release of the plugin is one that corewright knows; another one is planned as the last known one before."""
+    """The release of the plugin is a known one. Any other release is planned as the last known one before it."""
     settings = spec.engines.get("vllm")
     if settings is None or settings.plugin is None:
         return
     release = vllm.release_for("", settings.plugin)
     if release not in vllm.RELEASES:
         known = next(each.plugin for each in vllm.RELEASES if each.vllm == release.vllm)
-        fact = f"vllm-neuron {settings.plugin} is not known to this corewright, and is planned as {known}"
+        fact = f"vllm-neuron {settings.plugin} is unknown to this version of corewright, and is planned as {known}"
         hint = "test a model with it first, since flags, memory and drafts may differ"
         yield Problem("engine-version-unknown", "warning", spec.where("engines", "vllm", "plugin"), fact, hint)
 

@@ -65,17 +65,17 @@ def test_only_the_given_degrees_and_batches_are_compared(folder: Path, capsys: p
 def test_what_others_report_of_the_model_is_shown_with_its_sources(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """For each engine that may be meant; a model of the same size with other rotary positions does not count."""
+    """Each engine that may serve it is shown. Reports of models with other rotary positions do not apply."""
     arguments = ["advise", "./llama", "--instance", "inf2.48xlarge", "--degree", "8"]
     assert cli.run(arguments) == 0
     text = capsys.readouterr().out
     source = "gonsoomoon-ml/lab:12-neuron-vllm-nxd-inference/README.md"
-    assert f"Others report on inf2 with nxd-inference: SDK 2.24 served (one report: {source}).\n" in text
-    assert "Others report on inf2 with transformers-neuronx: nothing of this model.\n" in text
+    assert f"Reports on inf2 with nxd-inference: SDK 2.24 served (one report: {source}).\n" in text
+    assert "Reports on inf2 with transformers-neuronx: none of this model.\n" in text
     (folder / "llama" / "config.json").write_text(json.dumps(LLAMA | {"model_type": "qwen2"}))
     assert cli.run(arguments) == 0
-    named = [line.split(":")[0] for line in capsys.readouterr().out.splitlines() if line.startswith("Others report on")]
-    assert named == ["Others report on inf2 with nxd-inference"]  # the other engine does not serve the family
+    named = [line.split(":")[0] for line in capsys.readouterr().out.splitlines() if line.startswith("Reports on")]
+    assert named == ["Reports on inf2 with nxd-inference"]  # the other engine does not serve the family
     (folder / "llama" / "config.json").write_text(json.dumps(LLAMA | {"rope_scaling": {"rope_type": "llama3"}}))
     assert cli.run([*arguments, "--engine", "optimum-neuron", "-o", "json"]) == 0
     (reported,) = json.loads(capsys.readouterr().out)["evidence"]

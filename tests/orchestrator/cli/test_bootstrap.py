@@ -122,8 +122,8 @@ FOLDERS = {
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
 def test_no_example_has_a_known_failure_that_it_does_not_name(path: Path) -> None:
-    """On the release that the steps lead to, which is that of its first comment, and on any release of an engine that
-    AWS's images do not have."""
+    """The release is that of the steps and of the first comment, or any release of an engine that AWS's images do not
+    have."""
     text = path.read_text()
     spec = parse(text, path.name, str(path.parent)).spec
     assert spec is not None
@@ -159,11 +159,11 @@ QWEN = ModelVariant("qwen2", 1_543_714_304)
     ("variants", "installed", "sdk", "statuses"),
     [
         ((MISTRAL,), {}, "2.24", ["served"]),
-        ((MISTRAL,), ON_2_28, "2.28", ["nobody reported"]),  # the release of this machine, as nothing fails there
+        ((MISTRAL,), ON_2_28, "2.28", ["not reported"]),  # the release of this machine, as nothing fails there
         ((TINYLLAMA,), {}, "2.28", ["served"]),
         ((TINYLLAMA, MISTRAL), {}, "2.24", ["served", "served"]),
-        ((QWEN,), {}, "2.27", ["nobody reported"]),
-        ((QWEN,), ON_2_28, "2.27", ["nobody reported"]),  # not that of this machine, on which it is known to fail
+        ((QWEN,), {}, "2.27", ["not reported"]),
+        ((QWEN,), ON_2_28, "2.27", ["not reported"]),  # not that of this machine, on which it is known to fail
     ],
 )
 def test_the_release_is_one_on_which_the_models_were_served_and_none_fails(
@@ -204,7 +204,7 @@ def test_the_command_reads_the_machine_and_the_spec(
     (model,) = answer["models"]
     assert (model["name"], model["family"], model["engine"], model["reason"]) == ("a", family, "nxd-inference", None)
     assert model["evidence"] == {
-        "status": "nobody reported",
+        "status": "not reported",
         "sdk": "2.28",
         "sources": [],
         "confidence": None,

@@ -134,10 +134,10 @@ def test_missing_devices_are_reported(dev: range, listed: int) -> None:
     [({"neuronx-cc": "2.23.6484.0"}, 1), ({"neuronx-cc": "2.22.12471.0"}, 0), ({}, 1)],
     ids=["installed", "older", "unknown"],
 )
-def test_what_is_known_to_fail_is_judged_by_the_engines_interpreter(
+def test_known_failures_are_judged_by_the_packages_of_the_engines_interpreter(
     packages: dict[str, str], count: int, tmp_path: Path
 ) -> None:
-    """Where it has no compiler, by the release that the plan counts with."""
+    """If it has no compiler, the planned release decides."""
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "config.json").write_text(json.dumps(PUBLISHED["Qwen/Qwen3-8B"]))
     text = "hosts: {instance: inf2.48xlarge}\nmodels: {a: {source: ./a, engine: nxd-inference, tp_degree: 8}}\n"
@@ -221,7 +221,7 @@ def test_the_interpreter_of_vllm_is_checked_for_its_release(packages: dict[str, 
     ],
 )
 def test_another_release_of_the_plugin_can_be_planned(installed: str, planned: str, hint: str | None) -> None:
-    """Known to corewright or not; the first ones are not supported."""
+    """It may be unknown to corewright. The first releases are not supported."""
     packages = {"vllm": installed[:6], "vllm-neuron": installed}
     refused = vllm_refusal(Interpreter(python="/p", version="3.14.0", packages=packages), release_for("trn2", planned))
     assert (refused and refused.hint) == hint
@@ -257,7 +257,7 @@ def test_drift_is_reported_for_engines_in_use() -> None:
 def test_a_version_is_compared_with_the_machine_and_the_known_ones(
     changes: dict[str, Any], machine: str, ids: list[str]
 ) -> None:
-    """What runs, or may run, is a warning only."""
+    """A version that may run causes a warning only."""
     drift = dataclasses.replace(NXD_DRIFT, **{"recorded": "0.9", **changes})
     facts = msgspec.structs.replace(WELL.facts, instance_type=machine)
     interpreters = with_second(drifts=(drift,), needed_for=(drift.engine,))
@@ -267,15 +267,15 @@ def test_a_version_is_compared_with_the_machine_and_the_known_ones(
 
 
 def test_a_driver_that_is_too_old_for_the_runtime_is_an_error() -> None:
-    """As in a newer container on an older host."""
+    """An example is a newer container on an older host."""
     versions = msgspec.structs.replace(WELL.facts.versions, runtime="2.35.30.0", driver="2.26.10.0")
     facts = msgspec.structs.replace(WELL.facts, versions=versions)
     assert problems_of(facts=facts) == [("driver-too-old", "error", "")]
     assert problems_of(facts=msgspec.structs.replace(facts, versions=Versions(runtime="2.35.30.0"))) == []
 
 
-def test_a_device_that_the_driver_calls_unhealthy_is_reported() -> None:
-    """With its failing components."""
+def test_an_unhealthy_device_is_reported() -> None:
+    """The report has its failing components."""
     facts = msgspec.structs.replace(WELL.facts, unhealthy={3: "hbm,sram"})
     (problem,) = report(dataclasses.replace(WELL, facts=facts)).problems
     assert (problem.id, problem.what) == ("device-unhealthy", "the driver reports faults of device 3: hbm,sram")
@@ -310,7 +310,7 @@ def test_an_engine_that_does_not_work_has_the_reason(packages: dict[str, str], e
 
 @pytest.mark.parametrize(("target", "ids"), [("trn2", {"target-differs"}), ("inf2", set()), ("trn1", set())])
 def test_a_target_of_another_machine_is_an_error(target: str, ids: set[str]) -> None:
-    """The variable of the compiler is in the environment of whoever starts `up` here."""
+    """The variable of the compiler is in the environment in which `up` is started."""
     own = msgspec.structs.replace(WELL.interpreters[0].interpreter, target=target)
     first = dataclasses.replace(WELL.interpreters[0], interpreter=own)
     readings = dataclasses.replace(WELL, interpreters=(first, *WELL.interpreters[1:]))

@@ -110,6 +110,6 @@ def test_the_models_are_those_that_others_served_on_one_release(instance: str) -
         assert f"on Neuron SDK {report.sdk}. Reports are few" in text
 
 
-def test_without_reports_the_file_says_so() -> None:
-    """As on trn2."""
+def test_without_reports_the_file_states_that_none_is_known() -> None:
+    """An example is trn2."""
     assert "# No report of these models on such machines is known." in spec_for(TOPOLOGIES["trn2.48xlarge"], "f.yaml")
