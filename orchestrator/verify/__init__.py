@@ -1,1 +1,1 @@
-"""Proves or refutes on a machine what plans and docs assume of it."""
+"""Proves or refutes on a machine what plans and docs assume about it."""

@@ -13,7 +13,7 @@ Result = Literal["proved", "refuted", "not run"]
 
 
 class Statement(NamedTuple):
-    """A statement of our documentation or code about a machine, which a measurement can refute."""
+    """A statement of the documentation or code about a machine, which a measurement can refute."""
 
     id: str
     part: Part
@@ -24,46 +24,52 @@ CLAIMS: Mapping[str, Statement] = MappingProxyType(
     {
         claim.id: claim
         for claim in (
-            Statement("doctor", "facts", "`corewright doctor` finds no problem"),
+            Statement("doctor", "facts", "`corewright doctor` reports no errors"),
             Statement("devices", "facts", "the machine has the devices and cores of its instance type"),
-            Statement("host-memory", "facts", "its host memory is at least 95 % of the instance type's"),
-            Statement("cpu-layout", "facts", "its CPU cores and NUMA nodes are those that AWS publishes for its type"),
-            Statement("open-files", "facts", "a process may open 65,536 files"),
-            Statement("disk-rate", "facts", "model files are read at the rate that load times assume"),
+            Statement("host-memory", "facts", "the host memory is at least 95 % of that of the instance type"),
+            Statement("cpu-layout", "facts", "the CPU cores and NUMA nodes are those that AWS publishes for the type"),
+            Statement("open-files", "facts", "a process can open 65,536 files"),
+            Statement("disk-rate", "facts", "model files are read at least at the rate that load times assume"),
             Statement("claim", "runtime", "a process can claim free cores"),
             Statement(
-                "double-claim", "runtime", "a second process is refused these cores, with a text that is recognized"
+                "double-claim", "runtime", "a second process cannot claim these cores, and the error is recognized"
             ),
             Statement("claim-after-kill", "runtime", "the cores of a process are free within 2 s after its SIGKILL"),
             Statement(
                 "degrees", "runtime", "each documented degree loads and answers on the cores that `plan` may choose"
             ),
             Statement("tokens", "engines", "greedy answers are the most probable ones by transformers in float32"),
-            Statement("logprobs", "engines", "log probabilities are those of transformers in float32"),
-            Statement("bucket-edges", "engines", "so are those to prompts one token shorter and longer than a bucket"),
-            Statement("batch", "engines", "so are answers beside others in a batch"),
-            Statement("prefix-cache", "engines", "so are answers to prompts whose beginning is cached"),
-            Statement("draft", "engines", "so are answers with a draft model"),
+            Statement("logprobs", "engines", "log probabilities equal those of transformers in float32"),
+            Statement("bucket-edges", "engines", "greedy answers are correct one token below and above a bucket"),
+            Statement("batch", "engines", "greedy answers are correct in a batch with others"),
+            Statement("prefix-cache", "engines", "greedy answers are correct for prompts with a cached prefix"),
+            Statement("draft", "engines", "greedy answers are correct with a draft model"),
             Statement("seed", "engines", "a sampled answer is the same with the same seed"),
             Statement("top-k-1", "engines", "sampling with top_k 1 is greedy"),
-            Statement("device-sampling", "engines", "so are greedy answers that the device samples"),
-            Statement("long-prompt", "engines", "so are answers to prompts of 512 and 4,096 tokens"),
-            Statement("compile-killed", "compiler", "a killed compile leaves nothing that a start takes for complete"),
+            Statement("device-sampling", "engines", "greedy answers are correct if the device samples"),
+            Statement("long-prompt", "engines", "greedy answers are correct for prompts of 512 and 4,096 tokens"),
+            Statement(
+                "compile-killed", "compiler", "a killed compile leaves no artifacts that a start accepts as complete"
+            ),
             Statement("compile-failed", "compiler", "a compile that fails is not repeated"),
             Statement("damaged-artifact", "compiler", "a damaged graph is refused or compiled again, never served"),
-            Statement("host-estimate", "memory", "a replica needs no more host memory than `plan` says"),
-            Statement("hbm-estimate", "memory", "a replica needs no more HBM than `plan` says"),
+            Statement("host-estimate", "memory", "a replica needs no more host memory than `plan` estimates"),
+            Statement("hbm-estimate", "memory", "a replica needs no more HBM than `plan` estimates"),
             Statement(
-                "too-large", "faults", "a model that does not fit is refused before or by its load, with the reason"
+                "too-large", "faults", "a model that does not fit is refused before or during its load, with the reason"
             ),
-            Statement("texts-known", "faults", "every failure that was seen has an id of its own"),
-            Statement("pinning", "pinning", "a replica on its planned CPUs decodes as fast as on all, within 10 %"),
-            Statement("numa", "pinning", "CPUs of the replica's own NUMA nodes are as fast as others, within 10 %"),
+            Statement("texts-known", "faults", "every failure that occurred has an id of its own"),
             Statement(
-                "held-up", "pinning", "a prefill holds other slots up for its own time and two steps, within 50 %"
+                "pinning", "pinning", "a replica decodes as fast on its planned CPUs as on all CPUs, within 10 %"
             ),
             Statement(
-                "speeds", "speeds", "decoding steps of the spec's models take what `plan` estimates, within its error"
+                "numa", "pinning", "CPUs of the replica's NUMA nodes are as fast as those of others, within 10 %"
+            ),
+            Statement("held-up", "pinning", "a prefill delays other slots by its own time and two steps, within 50 %"),
+            Statement(
+                "speeds",
+                "speeds",
+                "decoding steps of the spec's models take the time that `plan` estimates, within its error",
             ),
         )
     }
@@ -73,7 +79,7 @@ CLAIMS: Mapping[str, Statement] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was found about a claim."""
+    """The result of a claim on one subject."""
 
     claim: str
     result: Result
@@ -95,7 +101,7 @@ class Verdict:
 
 
 def proved(claim: str, holds: bool, found: str, subject: str = "", **values: Any) -> Verdict:
-    """Returns a verdict by whether the claim held."""
+    """Returns the verdict on a claim that was measured: proved if it ``holds``, else refuted."""
     return Verdict(claim, "proved" if holds else "refuted", found, subject, MappingProxyType(values))
 
 

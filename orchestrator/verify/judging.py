@@ -1,4 +1,4 @@
-"""Judges answers and times against the claims. Pure: everything measured comes in as values."""
+"""Judges answers and times against the claims. Pure: all measurements are arguments."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ rounding gave up to 0.35 with the stand-ins of AWS's packages; a wrong position 
 MAX_ROUTED = 0.05
 """The share of tokens that may differ by more in a type of two bytes: where two experts of a mixture are about equal,
 rounding chooses the other one."""
-MAX_STEP_RATIO = 1.1  # of a pinned replica's step to an unpinned one's
-MAX_HOLD_RATIO = 1.5  # of the time that a prefill holds others up to its time alone, beside two steps
+MAX_STEP_RATIO = 1.1  # of the step of a pinned replica to that of an unpinned one
+MAX_HOLD_RATIO = 1.5  # of the delay of other slots by a prefill, without two steps, to the time of the prefill alone
 NOISE_S = 0.005  # by which the scheduler of a busy host delays a step
 STEPS_BESIDE = 2  # decoding steps around a prefill, which a client sees as one gap
 
@@ -61,13 +61,13 @@ def same_logprobs(subject: str, dtype: Dtype, rows: Sequence[ScoredRow]) -> Verd
     """Returns whether the log probabilities in answers are the reference's."""
     off = [abs(a - b) for answer, own, _ in rows if answer.logprobs for a, b in zip(answer.logprobs, own, strict=True)]
     if not off:
-        return not_run("logprobs", "the engine gives none", subject)
+        return not_run("logprobs", "the engine returns none", subject)
     holds, found = _within(off, dtype)
     return proved("logprobs", holds, f"{len(off)} tokens differ by {found}", subject, worst=round(max(off), 5))
 
 
 def _within(differences: Sequence[float], dtype: Dtype) -> tuple[bool, str]:
-    """Returns whether differences of log probabilities are those of rounding, and the largest in words."""
+    """Returns whether differences of log probabilities are those of rounding, and a text with the largest one."""
     beyond = sum(each > TOLERANCE[dtype] for each in differences)
     allowed = 0 if dtype == "fp32" else int(MAX_ROUTED * len(differences))
     found = f"at most {max(differences, default=0.0):.3f} (allowed {TOLERANCE[dtype]}"
@@ -93,7 +93,7 @@ def held_up(subject: str, length: int, alone: Sequence[float], gaps: Sequence[fl
         return not_run("held-up", "no answers to measure", subject)
     prefill, gap = median(alone), median(gaps)
     limit = MAX_HOLD_RATIO * prefill + STEPS_BESIDE * step + NOISE_S
-    found = f"{length} tokens: {1000 * gap:.1f} ms, of a prefill alone {1000 * prefill:.1f} ms"
+    found = f"{length} tokens: {1000 * gap:.1f} ms, a prefill alone takes {1000 * prefill:.1f} ms"
     return proved(
         "held-up",
         gap <= limit,

@@ -61,7 +61,7 @@ WEIGHTS = (".safetensors", ".bin")  # shards of cores, which no engine checks
 
 
 def facts(problems: Sequence[Problem], readings: HostFacts, host: Host, folder: Path) -> Iterator[Verdict]:
-    """Judges what `doctor` reads of this machine, its limits, and the rate of the disk of ``folder``."""
+    """Judges what `doctor` reads about this machine, its limits, and the rate of the disk of ``folder``."""
     errors = [problem for problem in problems if problem.severity == "error"]
     found = "; ".join(f"{problem.id}: {problem.what}" for problem in problems) or "no problems"
     yield proved("doctor", not errors, found)
@@ -73,7 +73,7 @@ def facts(problems: Sequence[Problem], readings: HostFacts, host: Host, folder: 
         here = f"{len(readings.devices)} devices, {len(readings.cores)} cores"
         wanted = host.topology if host.topology and host.topology.instance == topology.instance else topology
         holds = (len(readings.devices), len(readings.cores)) == (wanted.devices, wanted.cores)
-        yield proved("devices", holds, f"{here}; {wanted.instance} has {wanted.devices} and {wanted.cores}")
+        yield proved("devices", holds, f"{here}; {wanted.instance} has {wanted.devices} devices, {wanted.cores} cores")
         gib = psutil.virtual_memory().total / 2**30
         found = f"{gib:.0f} GiB of {topology.memory_gib}"
         yield proved("host-memory", gib >= MIN_HOST_MEMORY * topology.memory_gib, found, gib=round(gib, 1))
@@ -89,7 +89,7 @@ def facts(problems: Sequence[Problem], readings: HostFacts, host: Host, folder: 
 def _cpu_layout(host: Host, instance: str) -> Verdict:
     published, own = LAYOUTS.get(instance), host.layout
     if published is None or own is None:
-        return not_run("cpu-layout", f"AWS publishes none for {instance}" if own else "the kernel does not list it")
+        return not_run("cpu-layout", f"AWS publishes none for {instance}" if own else "the kernel lists no layout")
     found = f"{len(own.cores)} cores on {len(set(own.nodes))} nodes"
     return proved("cpu-layout", (own.cores, own.nodes) == (published.cores, published.nodes), found)
 
@@ -152,14 +152,14 @@ def _after_kill(stand: Stand, config: ReplicaConfig, count: int) -> Verdict:
     with contextlib.ExitStack() as held:
         holder = held.enter_context(stand.claiming(config, MAX_CLAIM_S))
         if holder.result() is None:
-            return proved("claim-after-kill", False, f"{_cores(config)} cannot be claimed")
+            return proved("claim-after-kill", False, f"cores {_cores(config)} cannot be claimed")
         for _ in range(count):
             following = held.enter_context(stand.claiming(config, MAX_CLAIM_S))
             following.refused()
             at = holder.kill()
             claimed = following.result()
             if claimed is None:
-                found = f"still refused {MAX_CLAIM_S:.0f} s after the {len(delays) + 1}. kill: {following.refusals}"
+                found = f"still refused {MAX_CLAIM_S:.0f} s after kill {len(delays) + 1}: {following.refusals}"
                 return proved("claim-after-kill", False, found)
             delays.append(claimed.at - at)
             holder = following
@@ -172,7 +172,7 @@ def _after_kill(stand: Stand, config: ReplicaConfig, count: int) -> Verdict:
 
 
 def compiler(stand: Stand) -> Iterator[Verdict]:
-    """Kills a compile, damages its result, and has another fail by options that no compiler accepts."""
+    """Kills a compile, damages its result, and starts another one with options that no compiler accepts."""
     placed = stand.placed("compiled")
     if not compiles(placed.config):
         why = f"the engine {stand.engine} compiles nothing here"
@@ -193,19 +193,19 @@ def _failing_compile(stand: Stand) -> Verdict:
     with tempfile.TemporaryDirectory(dir=stand.folder) as folder:
         failure = stand.compiled(placed.at(folder, {**placed.config.place.env, "CXX": "false"}).config)
     if failure is None:
-        return proved("compile-failed", False, "it succeeded with options that no compiler has")
+        return proved("compile-failed", False, "the compile succeeded with options that no compiler has")
     found = f"{failure.id}, reaction {failure.reaction.value}: {failure.what}"
     return proved("compile-failed", failure.reaction is Reaction.STOP, found)
 
 
 def _killed_compile(stand: Stand, placed: Placed) -> Verdict:
-    """Kills a compile after a while, asks what a start would find, and compiles to the end."""
+    """Kills a compile after a while, checks what a start would find, and compiles to the end."""
     stop, began = threading.Event(), time.monotonic()
     timer = threading.Timer(KILL_AFTER_S, stop.set)
     timer.start()
     try:
         stand.compiled(placed.config, stop)
-        return not_run("compile-killed", f"it ended in {time.monotonic() - began:.1f} s, before it was killed")
+        return not_run("compile-killed", f"the compile ended in {time.monotonic() - began:.1f} s, before it was killed")
     except Stopped:
         left = preparation.verify(placed.config)
     finally:
@@ -219,13 +219,13 @@ def _killed_compile(stand: Stand, placed: Placed) -> Verdict:
     after = preparation.verify(placed.config)
     built = failure is None and not isinstance(after, Failure) and all(each.complete for each in after)
     found = (
-        f"taken for complete: {', '.join(complete) or 'nothing'}; compiled again in {time.monotonic() - began:.1f} s"
+        f"accepted as complete: {', '.join(complete) or 'nothing'}; compiled again in {time.monotonic() - began:.1f} s"
     )
     return proved("compile-killed", built and not complete, found if built else str(failure or after))
 
 
 def _damaged(stand: Stand, placed: Placed, folder: Path) -> Verdict:
-    """Overwrites the middle of the largest compiled file that holds no weights, and has a replica load it."""
+    """Overwrites the middle of the largest compiled file that holds no weights, and loads it in a replica."""
     sound = stand.run(placed, [[ask("a", prompt(9))]])
     files = sorted(
         (file for file in folder.rglob("*") if file.is_file() and file.suffix not in WEIGHTS),
@@ -276,16 +276,16 @@ def memory(stand: Stand) -> Iterator[Verdict]:
         yield proved("host-estimate", False, run.trouble or "its checkpoint cannot be read")
         return
     model, engine, allowed = placed.model, placed.config.model.engine, placed.needs_gib
-    found = f"{run.peak_gib:.2f} GiB, `plan` says {allowed:.2f}"
+    found = f"{run.peak_gib:.2f} GiB, `plan` estimates {allowed:.2f}"
     yield proved("host-estimate", run.peak_gib <= allowed, found, gib=round(run.peak_gib, 3))
     if not used.total():
-        yield not_run("hbm-estimate", "neuron-monitor reports no memory of its process")
+        yield not_run("hbm-estimate", "neuron-monitor reports no memory of the process")
         return
     need = estimate(model, placed.checkpoint, engine)
     planned = need.total + need.others * (model.tp_degree - 1)
     measured = used.total() / GIB
     overhead = (measured - (planned - model.tp_degree * (need.scratch + need.runtime))) / model.tp_degree
-    found = f"{measured:.2f} GiB on all cores, `plan` says {planned:.2f}; hbm_overhead_gib: {max(0.0, overhead):.2f}"
+    found = f"{measured:.2f} GiB on all cores, estimated {planned:.2f}; hbm_overhead_gib: {max(0.0, overhead):.2f}"
     classes = {name: round(size / GIB, 4) for name, size in sorted(used.items())}
     gib, overhead_gib, holds = round(measured, 3), round(overhead, 3), measured <= planned
     yield proved("hbm-estimate", holds, found, gib=gib, overhead_gib=overhead_gib, gib_by_class=classes)
@@ -306,7 +306,7 @@ def speeds(stand: Stand, file: SpecFile, record: SpeedRecord, now: float) -> Ite
             yield not_run("speeds", "only models that generate", model.name)
             continue
         if not is_here(placed.host, file.machine):
-            yield not_run("speeds", f"its place is {placed.host.name}, another machine", model.name)
+            yield not_run("speeds", f"the place of the model is {placed.host.name}, another machine", model.name)
             continue
         longest = max(LEAST_TOKENS, placed.config.max_len - TOKENS)
         lengths = sorted({max(1, longest // part) for part in (16, 4, 2)})
@@ -335,7 +335,7 @@ def speeds(stand: Stand, file: SpecFile, record: SpeedRecord, now: float) -> Ite
 
 
 def pinning(stand: Stand, extent: Extent) -> Iterator[Verdict]:
-    """Measures decoding steps with and without the planned CPUs, and how long prefills hold other slots up."""
+    """Measures decoding steps with and without the planned CPUs, and how long prefills delay other slots."""
     placed = stand.placed("base")
     groups = [[ask(f"steps {i}", prompt(9, seed=i), 100)] for i in range(extent.rounds)]
     for length in BUCKETS:

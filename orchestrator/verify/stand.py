@@ -100,7 +100,7 @@ class Stand:
     def __init__(
         self, home: Home, folder: Path, engine: str, trials: Sequence[TinyTrial], hosts: Any, engines: Any
     ) -> None:
-        """Makes the checkpoints. Raises Failed if the interpreter of the engine cannot."""
+        """Makes the checkpoints. Raises Failed if the interpreter of the engine cannot make them."""
         self.home, self.folder, self.engine = home, folder, engine
         self.trials = {trial.name: trial for trial in trials}
         self._sections = hosts, engines
@@ -156,7 +156,7 @@ class Stand:
         env: Mapping[str, str] | None = None,
         during: Callable[[int], None] = lambda pid: None,
     ) -> TrialRun:
-        """Compiles and loads a trial, and has it answer. ``env``: changed variables of its process; ``during`` is
+        """Compiles and loads a trial, and sends it requests. ``env``: changed variables of its process; ``during`` is
         called with its pid once it has answered, while it holds its cores and memory."""
         run = TrialRun()
         try:
@@ -195,7 +195,7 @@ class Stand:
         run.failure = Failure("replica-died", f"its process ended with code {code}", f"the log is {config.run.log}")
 
     def compiled(self, config: ReplicaConfig, stop: threading.Event | None = None) -> Failure | None:
-        """Has the missing artifacts of a trial compiled. Returns why they were not. Raises Stopped after ``stop``."""
+        """Compiles the missing artifacts of a trial. Returns the failure, if any. Raises Stopped after ``stop``."""
         if not compiles(config):
             return None
         result = preparation.build(config, Progress(config.model.name), stop or threading.Event())
@@ -276,7 +276,7 @@ class Claiming:
 
 
 def busy_cores(host: Host, home: Home, facts: HostFacts) -> dict[int, str]:
-    """Returns the cores of this host that a process holds, with its pid and command as far as known."""
+    """Returns the cores of this host that processes hold, with pid and command as far as they are known."""
     if host.emulated:
         return {core: f"pid {pid or 'unknown'}" for core, pid in held_cores(home.claims(0)).items()}
     return {core: f"pid {owner.pid} ({owner.command})" for core, owner in owners(facts).items()}

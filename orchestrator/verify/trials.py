@@ -34,7 +34,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "qwen3": {"head_dim": HEAD_DIM},
     }
 )
-"""What the config.json of each says beyond `configuration`; the name is the model_type, if it is not given."""
+"""Family -> the entries of its config.json beyond `configuration`. The name is the model_type, unless it is given."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class TinyTrial:
     name: str
     family: str = "llama"
     heads: int = 8
-    cores: CoreRange | None = None  # None: the engine takes none
+    cores: CoreRange | None = None  # None: the engine does not use cores
     fields: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     seed: int = 0
 
@@ -109,8 +109,8 @@ def spec_text(trial: TinyTrial, folder: Path, engine: str, hosts: Any, engines: 
         **trial.fields,
     }
     sections = {"hosts": hosts, "engines": engines}
-    said = {name: section for name, section in sections.items() if section}
-    return yaml.safe_dump({"version": 1, "name": "verify", **said, "models": {trial.name: model}}, sort_keys=False)
+    given = {name: section for name, section in sections.items() if section}
+    return yaml.safe_dump({"version": 1, "name": "verify", **given, "models": {trial.name: model}}, sort_keys=False)
 
 
 def starts(topology: Topology, tp: int, free: Iterable[int], *, every: bool) -> list[CoreRange]:

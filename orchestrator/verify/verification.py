@@ -27,19 +27,19 @@ from workers.host.facts.machine import HostFacts
 from workers.host.host_facts import devices
 
 COMPILE_S = 60.0
-"""Of one tiny model on Neuron, a guess: a Mistral-7B took 3.4 minutes on SDK 2.24 (helixml/helix#2728)."""
+"""For one tiny model on Neuron, a guess: a Mistral-7B took 3.4 minutes on SDK 2.24 (helixml/helix#2728)."""
 STARTS: Mapping[Part, int] = {"engines": 4, "compiler": 4, "memory": 1, "faults": 1, "pinning": 2, "runtime": 8}
 """Processes that a part starts beside those of families and degrees."""
 
 
 @dataclass(frozen=True)
 class VerifiedMachine:
-    """What is verified."""
+    """The machine to verify, with its engine and the user's spec."""
 
     host: Host
     engine: Engine
     free: tuple[int, ...]  # cores that no process holds
-    busy: Mapping[int, str]  # the others, with who holds them
+    busy: Mapping[int, str]  # the other cores, with the process that holds them
     facts: HostFacts
     problems: tuple[Problem, ...]  # of `doctor`
     file: SpecFile | None  # the user's spec
@@ -85,7 +85,7 @@ def machine_of(
     problems: Sequence[Problem],
     versions: Mapping[str, str],
 ) -> VerifiedMachine:
-    """Returns what is verified, with its free cores. Raises Failed."""
+    """Returns the machine with its free cores. Raises Failed."""
     host = host_of(file)
     busy = busy_cores(host, home, facts)
     free = tuple(core for core in range(host.cores) if core not in busy and core not in host.reserved_cores)
@@ -103,7 +103,7 @@ def trials_of(machine: VerifiedMachine, extent: Extent, chosen: Collection[Part]
 
 
 def predicted_s(machine: VerifiedMachine, trials: Sequence[TinyTrial], chosen: Collection[Part]) -> float:
-    """Returns about how long the parts take, in seconds."""
+    """Returns the expected duration of the parts, in seconds."""
     loaded = sum(trial.name.startswith(("family-", "degree-")) for trial in trials)
     starts = loaded + sum(STARTS.get(part, 0) for part in chosen)
     on_neuron = capabilities(machine.engine).runs_on == "neuron" and not machine.host.emulated
@@ -130,7 +130,7 @@ def verify(
             yield from _measured("facts", parts.facts(machine.problems, machine.facts, machine.host, home.path))
         if not trials:
             missing = [claim for claim in CLAIMS.values() if claim.part in chosen and claim.part != "facts"]
-            held = ", ".join(f"{core} by {who}" for core, who in machine.busy.items())
+            held = ", ".join(f"{core} by {owner}" for core, owner in machine.busy.items())
             yield from (not_run(claim.id, f"no free cores: {held}") for claim in missing)
             return
         say(f"making {counted(len({trial.folder for trial in trials}), 'tiny model')}")
@@ -151,7 +151,7 @@ def verify(
 
 
 def _measured(part: Part, verdicts: Iterator[Verdict]) -> Iterator[Verdict]:
-    """Yields the verdicts of a part. What an error keeps from being measured is not run: the report has the rest."""
+    """Yields the verdicts of a part. Claims that an error prevents from being measured are not run."""
     claims = {claim.id for claim in CLAIMS.values() if claim.part == part}
     try:
         for verdict in verdicts:

@@ -1,4 +1,4 @@
-"""The command `corewright verify`: what it starts, and what it reports when a part cannot be measured."""
+"""The command `corewright verify`: the processes that it starts, and its report when a part cannot be measured."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def test_the_facts_of_the_machine_are_judged_without_models_on_the_disk_of_the_h
     assert read == [tmp_path / "home"]
 
 
-def test_what_an_error_keeps_from_being_measured_is_not_run() -> None:
-    """The report keeps what was measured before it, which may have taken an hour."""
+def test_a_claim_that_an_error_prevents_from_being_measured_is_not_run() -> None:
+    """The report has the measurements before the error, which may have taken an hour."""
 
     def broken() -> Iterator[Verdict]:
         yield proved("compile-killed", True, "nothing was taken for complete")
@@ -68,7 +68,7 @@ def speeds(run: TrialRun, tmp_path: Path, instance: str | None = None, text: str
 
 
 def test_a_model_whose_cores_are_taken_is_not_run(tmp_path: Path) -> None:
-    """A fleet may serve it meanwhile."""
+    """A fleet may serve the model meanwhile."""
     taken = TrialRun(failure=Failure("cores-taken", "core 0 is held by pid 7"))
     verdict = speeds(taken, tmp_path)
     assert (verdict.result, verdict.found) == ("not run", "cores-taken: core 0 is held by pid 7")

@@ -1,4 +1,4 @@
-"""The verdicts of `corewright verify`: each claim is proved by what it says, and refuted by what contradicts it."""
+"""The verdicts of `corewright verify`: each claim is proved by values that agree with it, and refuted by others."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_token_that_is_less_probable_than_the_best_by_more_than_rounding_refut
     ("dtype", "count", "result"), [("bf16", 5, "proved"), ("bf16", 6, "refuted"), ("fp32", 1, "refuted")]
 )
 def test_rounding_may_choose_another_expert_for_few_tokens(dtype: Dtype, count: int, result: str) -> None:
-    """For one in twenty, in a type of two bytes."""
+    """One token in twenty may differ in a type of two bytes."""
     own = [-1.0] * (100 - count) + [-9.0] * count
     assert scored("tokens", "", dtype, [(answer(*range(100)), own, [-1.0] * 100)]).result == result
 
@@ -68,7 +68,7 @@ def test_answers_that_differ_are_shown_with_the_first_token_that_does() -> None:
     assert same_answers("seed", "", []).result == "not run"
 
 
-def test_a_prefill_holds_others_up_for_its_own_time_and_two_steps() -> None:
+def test_a_prefill_delays_others_by_its_own_time_and_two_steps() -> None:
     limit = 1.5 * 0.1 + 2 * 0.01 + NOISE_S
     assert held_up("", 64, [0.1, 0.1, 5.0], [limit - 0.001], 0.01).result == "proved"
     assert held_up("", 64, [0.1, 0.1, 5.0], [limit + 0.001], 0.01).result == "refuted"

@@ -94,7 +94,7 @@ def test_a_layout_of_cpus_that_aws_does_not_publish_is_refuted(tmp_path: Path, m
         assert results["cpu-layout"] == result
 
 
-def test_the_cpus_of_other_nodes_are_as_many_and_on_none_of_its_own() -> None:
+def test_as_many_cpus_of_other_nodes_are_chosen() -> None:
     layout = LAYOUTS["inf2.48xlarge"]
     host = Host("h/0", TOPOLOGIES["inf2.48xlarge"], tuple(range(192)), layout=layout)
     own = (48, 144, 49, 145)  # on node 2
@@ -105,7 +105,7 @@ def test_the_cpus_of_other_nodes_are_as_many_and_on_none_of_its_own() -> None:
     assert parts.on_other_nodes(host, tuple(range(192))) == ()
 
 
-def test_the_rate_of_the_disk_is_that_of_a_file_of_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rate_of_the_disk_is_that_of_a_file_in_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "READ_BYTES", 2**24)
     assert 1e6 < parts.read_rate(tmp_path) < 1e12
     assert list(tmp_path.iterdir()) == []
@@ -142,7 +142,7 @@ def test_cores_that_another_process_holds_refute_the_claim_and_the_degree(stand:
 def test_cores_that_two_processes_can_claim_refute_the_second_claim(
     stand: Stand, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The claim of the second process is made elsewhere, as if the runtime let both have the cores."""
+    """The claim of the second process is made elsewhere, as if the runtime granted the cores to both processes."""
     claiming, calls = Stand.claiming, iter(range(100))
 
     @contextlib.contextmanager
@@ -211,12 +211,12 @@ def test_memory_beyond_the_estimate_is_refuted(stand: Stand, monkeypatch: pytest
 
 
 @pytest.mark.live
-def test_a_failure_that_nobody_recognizes_is_kept_with_its_text(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stand, "failures", [Failure("engine-failed", "a text that nobody knows")])
+def test_an_unrecognized_failure_is_kept_with_its_text(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stand, "failures", [Failure("engine-failed", "an unknown text")])
     unknown = {verdict.claim: verdict for verdict in parts.faults(stand)}
     assert (unknown["too-large"].result, unknown["too-large"].found.split(":")[0]) == ("proved", "hbm-exceeded")
     assert unknown["texts-known"].result == "refuted"
-    assert unknown["texts-known"].values["texts"] == ["engine-failed: a text that nobody knows"]
+    assert unknown["texts-known"].values["texts"] == ["engine-failed: an unknown text"]
 
 
 @pytest.mark.live

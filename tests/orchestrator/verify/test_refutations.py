@@ -1,4 +1,4 @@
-"""Claims that no process here can refute by itself are refuted by what a process would have said."""
+"""Claims that no process here can refute are refuted by given results of processes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HOST = Host("inf2.24xlarge/0", TOPOLOGIES["inf2.24xlarge"], (0, 1), emulated=Tru
 
 
 class GivenStand(Stand):
-    """Its runs and compiles end as the test says."""
+    """A stand whose runs and compiles end as the test specifies."""
 
     def __init__(self, folder: Path) -> None:
         trials = trials_for("cpu", HOST, range(12), QUICK)
@@ -107,7 +107,7 @@ def test_a_killed_compile_whose_remains_count_as_complete_is_refuted(
         (answered(1, 2), "proved"),
         (answered(1, 3), "refuted"),
         (TrialRun(failure=Failure("neff-invalid", "the runtime rejects it")), "proved"),
-        (TrialRun(failure=Failure("load-failed", "a text that nobody knows")), "refuted"),
+        (TrialRun(failure=Failure("load-failed", "an unknown text")), "refuted"),
     ],
 )
 def test_a_damaged_graph_that_is_served_is_refuted(
@@ -125,7 +125,7 @@ def test_a_damaged_graph_that_is_served_is_refuted(
     ("run", "needs_gib", "result"),
     [
         (TrialRun(failure=Failure("hbm-exceeded", "it does not fit")), 1e6, "proved"),
-        (TrialRun(failure=Failure("load-failed", "a text that nobody knows")), 1e6, "refuted"),
+        (TrialRun(failure=Failure("load-failed", "an unknown text")), 1e6, "refuted"),
         (answered(1), 1e6, "refuted"),
         (answered(1), 0.1, "not run"),
     ],

@@ -55,13 +55,13 @@ def report(**fields: Any) -> dict[str, Any]:
 def test_markdown_has_a_table_for_each_part_and_marks_what_is_refuted() -> None:
     text = markdown(report())
     assert "1 proved, 1 refuted, 1 not run, in 1.5 minutes." in text
-    assert "| `corewright doctor` finds no problem |  | **refuted** | source-missing: " in text
+    assert "| `corewright doctor` reports no errors |  | **refuted** | source-missing: " in text
     assert "is not there / token=" in text  # no further cell
     assert [line for line in text.splitlines() if line.startswith("## ")] == ["## facts", "## speeds"]
 
 
 def test_a_bundle_has_no_names_paths_addresses_or_secrets(tmp_path: Path) -> None:
-    """What is measured stays: versions, also those that look like addresses, ids and numbers."""
+    """Versions stay, even if they look like addresses, and so do ids and numbers."""
     path = tmp_path / "verify.tar.gz"
     bundle(report(), path, {"ann", "fraud-model", "ip-10-1-2-3"})
     with tarfile.open(path) as archive:
@@ -79,7 +79,7 @@ def test_a_bundle_has_no_names_paths_addresses_or_secrets(tmp_path: Path) -> Non
 
 
 def test_a_user_without_a_name_gets_a_bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as the numeric user of a container."""
+    """An example is the numeric user of a container."""
 
     def unnamed() -> str:
         raise KeyError("getpwuid(): uid not found: 4711")

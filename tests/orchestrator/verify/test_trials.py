@@ -1,4 +1,4 @@
-"""The tiny models of `corewright verify`: legal on every machine and engine that it is for."""
+"""The tiny models of `corewright verify`: legal on every machine and engine that the command supports."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def host(instance: str, *, emulated: bool = False) -> Host:
 
 @pytest.mark.parametrize("engine", NAMES)
 def test_each_tiny_model_has_a_place_except_the_one_that_is_too_large(engine: str, tmp_path: Path) -> None:
-    """Its checkpoint is not made yet, so the rules about checkpoints are not asked."""
+    """Its checkpoint does not exist yet, so the rules about checkpoints do not apply."""
     machine = host("inf2.48xlarge", emulated=engine == "cpu")
     hosts = {"emulate" if engine == "cpu" else "instance": "inf2.48xlarge"}
     for trial in trials_for(engine, machine, range(24), QUICK):
@@ -47,7 +47,7 @@ def test_a_degree_is_tried_on_its_first_and_last_preferred_start_or_on_every_leg
     assert starts(inf2, 24, range(24), every=False) == [CoreRange(0, 23)]
 
 
-def test_cores_that_a_process_holds_are_left_alone() -> None:
+def test_cores_that_a_process_holds_are_not_used() -> None:
     free = [core for core in range(24) if core not in (0, 1, 9)]
     inf2 = TOPOLOGIES["inf2.48xlarge"]
     assert starts(inf2, 8, free, every=False) == [CoreRange(16, 23)]
@@ -64,7 +64,7 @@ def test_the_full_extent_has_what_the_quick_one_has(extent: Extent) -> None:
     assert {"base", "long", "draft", "compiled", "too-large", "family-llama", "degree-2-0"} <= names
 
 
-def test_without_a_spec_it_is_this_machine_or_an_emulated_one() -> None:
+def test_without_a_spec_this_machine_or_an_emulated_one_is_verified() -> None:
     assert settings_of(None, devices=True) == (None, None)
     assert settings_of(None, devices=False) == ({"emulate": "inf2.48xlarge"}, None)
     text = "hosts: {instance: trn1.32xlarge}\nengines: {cpu: {warm: false}}\nmodels: {}\n"
@@ -74,7 +74,7 @@ def test_without_a_spec_it_is_this_machine_or_an_emulated_one() -> None:
     assert settings_of(several, devices=True, host=host("inf2.48xlarge")) == (own, None)
 
 
-def test_of_several_types_of_hosts_that_of_this_machine_is_verified() -> None:
+def test_the_hosts_of_this_machine_are_verified_if_a_spec_has_several_types() -> None:
     text = "hosts: [{instance: trn2.48xlarge}, {instance: inf2.48xlarge}]\nmodels: {m: {engine: echo}}\n"
     file = examine(text, "spec.yaml", "/", Machine((0, 1), "inf2.48xlarge"), folders="ignore")
     assert host_of(file).name == "inf2.48xlarge/0"
@@ -82,7 +82,7 @@ def test_of_several_types_of_hosts_that_of_this_machine_is_verified() -> None:
 
 @pytest.mark.parametrize("instance", [None, "trn1.2xlarge"])
 def test_a_spec_for_other_machines_is_refused(instance: str | None) -> None:
-    """Its cores do not exist here."""
+    """The cores of the spec do not exist here."""
     text = "hosts: {instance: inf2.48xlarge}\nmodels: {m: {engine: echo}}\n"
     with pytest.raises(Failed, match="host-differs") as refused:
         host_of(examine(text, "spec.yaml", "/", Machine((0, 1), instance), folders="ignore"))
