@@ -139,7 +139,7 @@ class ReplicaTable:
 
     def fail(self, view: ReplicaView, failure: Failure) -> None:
         """Fail a replica; quarantine its cores or stop retries, as the failure's reaction requires. Cores that the
-        runtime refuses are tried again before that."""
+        runtime refuses are first retried."""
         before = self.state.views[view.id]
         if before.state in ENDING:
             return  # keep the first cause

@@ -97,8 +97,8 @@ class Gateway:
 
     async def report(self) -> None:
         """Reports the demand to the controller once a second, until cancelled; without demand every fifth second, or
-        when the gateway becomes ready or unready. Reports are lost while the controller is down; each report states
-        how long it covers."""
+        when the gateway becomes ready or unready. Reports are lost while the controller is down. Each report
+        states the time that it covers."""
         heard_at = reported_at = time.monotonic()
         quiet = 0
         before = ("", "")  # address and cause of unreadiness in the last report that was sent

@@ -55,7 +55,8 @@ _BY_TRANSFORMERS = "with the class of transformers, which may lose precision on 
 LLAMA_ROPES: Mapping[str, str] = MappingProxyType(
     {"llama3": "", **dict.fromkeys(("linear", "dynamic", "yarn", "longrope"), _BY_TRANSFORMERS)}
 )
-"""What the class of Llama computes in NxD Inference (``NeuronLlamaAttention.get_rope``) and in Optimum Neuron 0.4."""
+"""The types that the class of Llama computes, in NxD Inference (``NeuronLlamaAttention.get_rope``) and Optimum Neuron
+0.4."""
 
 
 class ClassOptions(NamedTuple):
@@ -82,7 +83,7 @@ class Capabilities:
     kinds: tuple[Kind, ...] = ("generate",)
     dtype: Dtype = "bf16"  # the default
     package: str | None = None  # the import name of AWS's or Hugging Face's package; None: corewright's own code
-    requires: tuple[str, ...] = ()  # distributions without which it does not start; first that of its package
+    requires: tuple[str, ...] = ()  # distributions without which it does not start; the first is its package
     install: str = ""  # how its package comes onto a host
     transformers: str | None = None  # the first release that its code runs with
     loads: tuple[SourceForm, ...] = ("hf",)  # the sources that it can load
@@ -174,7 +175,7 @@ class Capabilities:
         return None if self.runs_in(machines, version or None) else f"{version} does not run on {machines}"
 
     def maintenance(self, version: str, machines: str) -> str:
-        """Returns why a version gets only fixes on a family of machines, after the version; "" if it is supported."""
+        """Returns text after the version on why it gets only fixes on a family of machines; "" if it is supported."""
         return ""
 
     def planned_as(self, version: str) -> str:

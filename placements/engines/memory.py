@@ -112,8 +112,8 @@ class NxdCosts(EngineCosts):
     on_nxd: bool = True
 
     def host_gib(self, replica: LoadedReplica) -> tuple[float, float]:
-        """A load maps the shards that the compile has saved: of a quantized model a byte for each parameter, but those
-        of embeddings and norms."""
+        """Returns the estimate for a load that maps the shards of the compile. In the shards of a quantized model, each
+        parameter has one byte, except those of embeddings and norms."""
         serving, loading = super().host_gib(replica)
         if replica.model.quantize is None:
             return serving, loading

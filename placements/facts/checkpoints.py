@@ -89,9 +89,9 @@ class Checkpoint:
 
     @property
     def quantized_by(self) -> str | None:
-        """The method by which the stored weights are quantized, as config.json names it; None: they are not.
+        """The method by which the stored weights are quantized, as config.json names it; None: they are not quantized.
 
-        With its algorithm for ModelOpt, as in "modelopt fp8", whose name covers several formats of weights.
+        ModelOpt has several formats of weights, so its name is followed by the algorithm: "modelopt fp8".
         """
         given = self.config.get("quantization_config") or self.config.get("compression_config")
         if not given:

@@ -31,7 +31,7 @@ class CpuLayout:
         return cls(tuple(core for own in cores for core in own), nodes, tuple(device_nodes))
 
     def ordered(self, cpus: Sequence[int]) -> tuple[int, ...]:
-        """Returns those of ``cpus`` that it has, siblings next to each other."""
+        """Returns those of ``cpus`` that are in the layout, siblings next to each other."""
         usable = set(cpus)
         return tuple(cpu for core in self.cores for cpu in core if cpu in usable)
 
@@ -48,17 +48,17 @@ this order is read from the two lists of each node, as EC2 has two vCPUs on a ph
 def cpus_of_neuron_cores(
     layout: CpuLayout, cpus: tuple[int, ...], reserve: int, neuron_cores: int, cores_per_device: int
 ) -> tuple[PhysicalCore, ...]:
-    """Returns the physical cores for replicas in the order of the NeuronCores that they are for.
+    """Returns the physical cores that are available to replicas, in the order of the NeuronCores.
 
     Of P physical cores and C NeuronCores, those from floor(a*P/C) to floor((b+1)*P/C) - 1 are for the range a-b.
 
-    1. Physical cores of which ``cpus`` has too few are dropped, and the others have equally many CPUs: the number with
-       which most CPUs stay.
-    2. The system gets ``reserve`` CPUs, rounded up to whole physical cores. One stays for replicas, unless ``reserve``
-       is all of ``cpus``.
-    3. Each place in the order gets a physical core of the NUMA node of its device. The first ones of each node that no
-       place needs are for the system.
-    4. If a node has too few, or the node of a device is unknown, the others get the last of those.
+    1. All physical cores in use have the same number of CPUs: the number with which most CPUs are used. Physical cores
+       of which ``cpus`` has fewer are dropped.
+    2. The system gets ``reserve`` CPUs, rounded up to whole physical cores. Replicas keep at least one, unless
+       ``reserve`` is all of ``cpus``.
+    3. Each place in the order gets a physical core of the NUMA node of its device. In each node, the first physical
+       cores beyond this need are for the system.
+    4. If a node has too few, or the node of a device is unknown, the remaining places get the last of these.
     """
     usable = set(cpus)
     # 1.

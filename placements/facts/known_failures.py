@@ -1,6 +1,6 @@
-"""What is known to fail on Neuron devices, from known_failures.csv: a row for each failure that others have reported.
+"""The known failures on Neuron devices, from known_failures.csv: a row for each failure that others have reported.
 
-The columns from ``engines`` to ``versions`` say what it needs, as lists with spaces; an empty one matches everything.
+The columns from ``engines`` to ``versions`` are its conditions, as lists with spaces; an empty one matches everything.
 ``text`` is a regular expression of what the compiler or the runtime prints, from which `workers.host.neuron_faults`
 recognizes it. ``source`` names issues as owner/repository#number, and documents as owner/repository:path.
 """
@@ -16,14 +16,14 @@ from placements.facts.tables import read_table
 from placements.facts.versions import order
 
 KNOWN_FAILURE = "known-failure"
-"""The id of the problem and of the failure that a row gives."""
+"""The id of the problem and of the failure that a row describes."""
 
 Confidence = Literal["maintainer", "reproduced", "one report"]
 
 
 @dataclass(frozen=True)
 class KnownFailure:
-    """A failure that others have reported, and what it needs."""
+    """A failure that others have reported, and its conditions."""
 
     id: str
     engines: str  # "any": no model is needed; "": nothing is known but its text
@@ -41,7 +41,7 @@ class KnownFailure:
     source: str
     date: str  # of the report
     confidence: Confidence
-    severity: Literal["warning", "error"]  # error: a maintainer says that it never works
+    severity: Literal["warning", "error"]  # error: a maintainer reports that it never works
 
     @property
     def packages(self) -> tuple[str, ...]:
@@ -71,9 +71,9 @@ def failures_of(
     options: Mapping[str, object] | None = None,
     prefill: int = 0,
 ) -> tuple[KnownFailure, ...]:
-    """Returns what is known to fail for a model on an instance type with installed distributions.
+    """Returns the known failures of a model on an instance type with installed distributions.
 
-    ``engine`` None: only what needs no model. ``versions``: distribution -> version, as in
+    ``engine`` None: only failures that need no model. ``versions``: distribution -> version, as in
     `neuron_releases.Sdk.packages`. ``family`` and ``parameters`` None: unknown, so that rows that need them do not
     match. ``options`` are ``engine_options``; ``prefill`` is the longest prompt bucket in tokens.
     """

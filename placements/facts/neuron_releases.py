@@ -40,8 +40,8 @@ class Sdk:
 
     @property
     def packages(self) -> Mapping[str, str]:
-        """The compiler and NxD Inference: distribution -> version, where it is stated; of a patch whose versions are
-        not, those of its series."""
+        """The stated versions of the compiler and NxD Inference: distribution -> version. A patch without stated
+        versions has those of its series."""
         alike = (other for other in reversed(SDKS) if other.series == self.series and other.neuronx_cc)
         stated = self if self.neuronx_cc else next(alike, self)
         versions = {"neuronx-cc": stated.neuronx_cc, "neuronx-distributed-inference": stated.nxd_inference}
@@ -49,7 +49,7 @@ class Sdk:
 
     @property
     def superseded(self) -> str:
-        """The day from which its images and containers get no more updates, that of the next release; "" if it is the
+        """The day from which its images and containers get no updates: the day of the next release; "" if it is the
         newest (AWS's maintenance policy, about-neuron/sdk-policy.rst: updates are not applied to older images)."""
         return next((other.released for other in SDKS if order(other.sdk) > order(self.sdk)), "")
 
@@ -66,7 +66,7 @@ class Environment:
     python: str  # "3.12"
     torch: str
     vllm: str  # the version of vLLM, if that is the engine
-    support_ended: str  # the day on which AWS ended that of its engine, Python or operating system; "": it did not
+    support_ended: str  # the day on which AWS ended the support of its engine, Python or OS; "": it is supported
     source: str
 
     @property

@@ -108,7 +108,7 @@ class EngineRules:
     readers: Callable[[Case, Engine], Sequence[Capabilities]] = itself  # the engines whose code reads the checkpoint
     other_weights: Callable[[Case], bool] = lambda case: False  # the weights are those of another folder
     quantized_kv: Callable[[Case], Objection | None] = no_objection  # to ``quantize_kv``
-    packages: Callable[[Case, Host], Mapping[str, str]] = planned_packages  # of the release that the plan counts with
+    packages: Callable[[Case, Host], Mapping[str, str]] = planned_packages  # of the planned release
 
 
 _NO_RULES = EngineRules()

@@ -38,7 +38,7 @@ def check(
     ``checkpoints``, ``drafts`` and ``adapters`` are keyed by model name; rules that need one are skipped without it.
     ``hosts`` is empty if the spec's hosts could not be read; then only rules about the spec alone apply. Without
     ``room``, the check that every ``max`` can fit is skipped; it needs several plans and gives only warnings.
-    ``installed``: distributions in the interpreters of engines, where known; what is known to fail depends on them.
+    ``installed``: distributions in the interpreters of engines, where known; the known failures depend on them.
     """
     problems: list[Problem] = []
     everywhere, trials = Fleet(hosts), Trials((*_RULES, pins_are_free), spec)

@@ -143,7 +143,7 @@ def _unread_weights(case: Case, field: str, checkpoint: Checkpoint, engine: Engi
             fact = f"the engine {engine} does not read the {field} of {name}: its weights are quantized by {method}"
             hint = "use the original checkpoint" + (f" or one quantized by {joined(able, 'or')}" if able else "")
             kinds = [kind for kind in capabilities(case.engine).quantize if case.works(quantize=kind)]
-            hint += f"; with it, quantize: {joined(kinds, 'or')} quantizes here" if kinds else ""
+            hint += f"; to quantize it here, set quantize: {joined(kinds, 'or')}" if kinds else ""
             return case.problem("weights-quantized", (field,), fact, hint)
     return None
 
@@ -308,8 +308,8 @@ def engine_serves_adapters(case: Case) -> Iterator[Problem]:
 
 
 def not_known_to_fail(case: Case) -> Iterator[Problem]:
-    """Nobody has reported that the model fails in the releases of its machines: those that are installed, else those
-    that a plan counts with. An engine whose release is unknown is not judged by it."""
+    """No report of a failure applies to the model with the releases of its machines: the installed ones, or else the
+    planned ones. An engine whose release is unknown is not checked."""
     model, checkpoint, reported = case.model, case.checkpoint, dict[str, Problem]()
     if not case.candidates:
         return

@@ -513,7 +513,7 @@ class Spec(Frozen):
         return resolved(settings.python, self.base_dir)
 
     def vllm_release_on(self, host: Host) -> VllmNeuron | None:
-        """Returns the release of vllm-neuron that the plan counts with on a host; None: vLLM runs on the CPU there."""
+        """Returns the planned release of vllm-neuron on a host; None: vLLM runs on the CPU there."""
         settings = self.engines.get("vllm")
         plugin = None if settings is None else settings.plugin
         if host.topology is None or (host.emulated and plugin is None):

@@ -147,7 +147,7 @@ def peek(root: Path, manifest: Mapping[str, Any], is_whole: Callable[[Path], boo
 
 
 def check_room(folder: Path, needed: int) -> None:
-    """Raises EngineLoadError if less than ``needed`` bytes are free on the disk of ``folder``, before hours of work."""
+    """Raises EngineLoadError if the disk of ``folder`` has less than ``needed`` free bytes, before hours of work."""
     free = shutil.disk_usage(folder).free
     if needed > free:
         fact = f"{folder} needs {needed / 2**30:.1f} GiB, and its disk has {free / 2**30:.1f} GiB free"

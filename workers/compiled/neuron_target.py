@@ -37,7 +37,7 @@ def target_of(instance: str) -> str:
 
 
 def refusal(override: str, instance: str) -> Failure | None:
-    """Returns why the value of `OVERRIDE` on a host is wrong for its instance type; None: it is unset, or right."""
+    """Returns why the value of `OVERRIDE` on a host is wrong for its instance type; None: it is unset or correct."""
     target = target_of(instance)
     if not override or target_of(override) == target:
         return None

@@ -1,8 +1,8 @@
 """Makes tiny checkpoints with random weights, and scores answers: ``python -m workers.engines.tiny_models``.
 
 A ``TinyJob`` is read as JSON from standard input; the reply on standard output is one JSON line, ``Scores``. It runs in
-the interpreter of an engine, which has torch and transformers. Random weights and not trained ones: a model that knows
-its text by heart answers well even from a wrong position, and so hides the fault.
+the interpreter of an engine, which has torch and transformers. The weights are random, not trained: a model that has
+memorized its text gives good answers even from a wrong position, which hides the fault.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ScoredAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TinyJob(ChildRequest, frozen=True, kw_only=True):
-    """What to make, then what to score."""
+    """The checkpoints to make, then the answers to score."""
 
     make: list[TinyModel] = msgspec.field(default_factory=list)
     score: list[ScoredAnswer] = msgspec.field(default_factory=list)
@@ -67,7 +67,7 @@ def make(model: TinyModel) -> None:
 
 def score(answers: Sequence[ScoredAnswer]) -> Scores:
     """Scores each answer in one forward pass over prompt and answer in float32: without a KV cache, buckets or padding,
-    so with none of what an engine may get wrong."""
+    which an engine may get wrong."""
     import torch
     from transformers import AutoModelForCausalLM
 

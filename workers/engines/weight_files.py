@@ -19,7 +19,7 @@ from workers.messages.engine_protocol import EngineLoadError
 
 MAX_HEADERS = 64 * 2**20  # bytes of all headers of a checkpoint, 8 s of reading; the largest known one has 15 MB
 
-FLOATS = frozenset({"BF16", "F16", "F32", "F64"})  # dtypes that a copy has in its own dtype
+FLOATS = frozenset({"BF16", "F16", "F32", "F64"})  # dtypes that a copy converts to its own dtype
 
 
 class Tensor(msgspec.Struct):

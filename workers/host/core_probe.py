@@ -40,7 +40,7 @@ class ProbeRequest(ChildRequest, frozen=True, kw_only=True):
 
 
 class ClaimRefused(msgspec.Struct, frozen=True, kw_only=True, tag="refusal"):
-    """Why an attempt failed."""
+    """The cause of a failed attempt."""
 
     text: str  # of the runtime
     fault: str  # the id that the text gives; empty: it is not recognized
@@ -85,10 +85,10 @@ def probe(request: ProbeRequest, send: Callable[[ProbeReply], None]) -> None:
         if refused is None:
             send(Claimed(at=time.monotonic()))
             signal.pause()
-        elif refused != said:
+        elif refused != previous:
             fault = fault_of(RuntimeError(refused))
             send(ClaimRefused(text=refused, fault="" if fault is None else fault.id))
-            said = refused
+            previous = refused
         if time.monotonic() - began >= request.limit_s:
             return
         time.sleep(RETRY_S)
@@ -117,9 +117,9 @@ def _forked(request: ProbeRequest) -> str | None:
             return None
         os.waitpid(pid, 0)
         log.seek(0)
-        said = log.read(MAX_TEXT_BYTES).decode(errors="replace").strip()
+        output = log.read(MAX_TEXT_BYTES).decode(errors="replace").strip()
     cause = answer[1:].decode(errors="replace") or "the process that called nrt_init died"
-    return f"{said}\n{cause}" if said else cause
+    return f"{output}\n{cause}" if output else cause
 
 
 def main() -> None:

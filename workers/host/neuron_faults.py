@@ -146,8 +146,8 @@ FAULTS = (
     Fault(
         "cores-taken",
         "the runtime cannot allocate its cores",
-        "end the process that holds them, which neuron-ls shows; if there is none, a dead one left them taken "
-        f"(reported by users): {_RELOAD}",
+        "end the process that holds them, which neuron-ls shows; if there is none, the driver keeps them for a dead "
+        f"one (reported by users): {_RELOAD}",
         Reaction.ELSEWHERE,
         {
             r"NeuronCore\(s\) not available - Requested: ?(\S+) Available: ?(\d+)": ": {1} were requested, "
@@ -257,7 +257,7 @@ FAULTS = (
     *_reported(),
     Fault(
         "graph-exceeds-hbm",
-        "neuronx-cc needs more of the cores' memory than there is",
+        "a graph needs more device memory than the cores have",
         "lower max_batch, max_len or the longest bucket, raise tp_degree, or quantize",
         Reaction.STOP,
         {r"\[(?:NCC_)?EOOM00\d\]|Estimated peak HBM usage[^\n]{0,40} exceeds \d+ ?GB|\[(?:NCC_I)?XCG815\]": " ({0})"},
@@ -442,10 +442,10 @@ MAX_LINE_CHARACTERS = 300  # of each of them
 
 
 def explained(failure: Failure, error: BaseException | None, log_file: str) -> Failure:
-    """Returns a failure with what the exception and the log of its process show of its cause. ``log_file`` "": no log.
+    """Returns a failure with the cause that the exception and the log of its process show. ``log_file`` "": no log.
 
     1. A vague failure with a known fault is that fault.
-    2. A failure with a fault's id, to which an engine has added what it knows, has that fault's reaction.
+    2. A failure with a fault's id, to which an engine has added details, has that fault's reaction.
     3. Other failed compilations stop, since they would fail again, and show the compiler's last lines. Errors of the
        operating system, such as a full disk, are retried.
     """

@@ -25,8 +25,8 @@ class Reaction(str, Enum):
     """How the controller reacts to a failure."""
 
     RETRY = "retry"  # start again the same way, after the usual back-off
-    ELSEWHERE = "elsewhere"  # start on other cores; its cores are set aside for a while. If no process holds them, they
-    # may only be late: first start on them again, up to `replica_view.MAX_REFUSALS` times
+    ELSEWHERE = "elsewhere"  # start on other cores; its cores are set aside for a while. If no process holds them, the
+    # driver may free them late: first start on them again, up to `replica_view.MAX_REFUSALS` times
     QUARANTINE = "quarantine"  # start on other cores; the device gets no replicas until an operator releases it
     STOP = "stop"  # starting again would fail: wait until the spec changes or an operator restarts it
 
@@ -40,7 +40,7 @@ class Failure(msgspec.Struct, frozen=True):
     hint: str = ""
     reaction: Reaction = Reaction.RETRY
     devices: tuple[int, ...] = ()  # at fault, as the host numbers them; empty where unknown
-    held: bool = False  # another process was seen to hold its cores
+    held: bool = False  # another process held its cores
 
     def __post_init__(self) -> None:
         msgspec.structs.force_setattr(self, "what", printable(self.what))

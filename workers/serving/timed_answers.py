@@ -1,4 +1,4 @@
-"""Answers groups of requests and reports when each token came: ``python -m workers.serving.timed_answers``.
+"""Answers groups of requests and reports when each token arrived: ``python -m workers.serving.timed_answers``.
 
 A ``TimedJob`` is read as JSON from standard input. JSON lines go to standard output: one ``TimedAnswer`` for each
 request in the order in which they end, and ``Finished``; or the ``Trouble`` that ended the process. It loads the model
@@ -25,7 +25,7 @@ KIB = 1024
 
 
 class TimedRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request, and when it is sent."""
+    """A request and the condition on which it is sent."""
 
     request: GenerateRequest
     after: int = 0  # events of the first request of its group that come before it

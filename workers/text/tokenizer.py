@@ -184,8 +184,8 @@ def check_tokenizer_files(directory: Path, names: Collection[str] | None = None,
 
 
 def own_class(directory: Path) -> str | None:
-    """Returns the class of a model's tokenizer that only code of the checkpoint has, as "file.Class"; None: there is
-    none. It is never run: its tokenizer.json is read without it."""
+    """Returns the class of a model's tokenizer if only code of the checkpoint defines it, as "file.Class"; else None.
+    The class is never run: tokenizer.json is read without it."""
     try:
         config = foreign_files.read_json(directory / "tokenizer_config.json")
     except (OSError, ValueError):

@@ -168,7 +168,7 @@ class ReplicaView:
         return self.cores is not None and any(core in cores for core in self.cores)
 
     def refusals_after(self, failure: Failure) -> int:
-        """Returns ``refusals`` after a failure; 0: the failure is not a refusal of cores, or the last of too many."""
+        """Returns ``refusals`` after a failure; 0: the failure is not a refusal of cores, or no retry is left."""
         refused = failure.reaction is Reaction.ELSEWHERE and not failure.held and self.cores is not None
         refusals = 0 if self.served else self.refusals
         return refusals + 1 if refused and refusals < MAX_REFUSALS else 0

@@ -182,7 +182,7 @@ def _read(part: SourcePart, folder: str, head: Metadata | None, where: str, pyth
                 return Problem("remote-code-refused", "error", where, fact, hint)
         if unsupported := _unsupported(part, folder, head, config):
             return Problem("layout-unsupported", "error", where, f"{model}: {unsupported}", _CONVERT)
-        if (Path(folder) / NEURON_CONFIG).exists():  # which describes the weights instead
+        if (Path(folder) / NEURON_CONFIG).exists():  # it describes the weights instead
             config = {**config, "quantization_config": None}
         return Checkpoint.from_config(config, part.model.kind)
     except CheckpointError as error:
@@ -207,7 +207,7 @@ def _unloadable(
     part: SourcePart, folder: str, head: Metadata | None, where: str, here: bool, readable: bool
 ) -> Problem | None:
     """Returns why a start would fail to load the folder, or the tokenizer of a remote source (``head``); None: it would
-    not. ``readable``: its config.json was read."""
+    succeed. ``readable``: its config.json was read."""
     from workers.engines.weight_files import check_checkpoint
     from workers.messages.engine_protocol import EngineLoadError
     from workers.text.tokenizer import check_tokenizer_files

@@ -78,7 +78,7 @@ class NxdCapabilities(Capabilities):
         return super().unsupported(version, machines)
 
     def maintenance(self, version: str, machines: str) -> str:
-        """Series after the last listed one get critical fixes only."""
+        """Returns text for a series after the last listed one, which gets critical fixes only."""
         if machines not in _LAST or reaches(_LAST[machines], series(version)):
             return ""
         return f"is in maintenance on {machines}, where {_LAST[machines]} is the last one in AWS's release notes"

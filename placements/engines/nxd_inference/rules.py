@@ -45,14 +45,14 @@ def window_is_kept(case: Case) -> Iterator[Problem]:
 
 
 def buckets_hold_the_window(case: Case) -> Iterator[Problem]:
-    """The graph of a prompt reads as many tokens as the window has, so that its bucket is not shorter."""
+    """No prefill bucket is shorter than the sliding window, since its graph reads as many tokens as the window has."""
     checkpoint, lengths = case.checkpoint, case.model.buckets.prefill
     if checkpoint is None or checkpoint.window is None or not lengths:
         return
     if lengths[0] < checkpoint.window < case.model.length(checkpoint):
         fact = f"buckets.prefill: {lengths[0]} is shorter than the sliding window of {case.model.name}"
         fact += f", {checkpoint.window} tokens: NxD Inference would read beyond its end"
-        hint = f"begin with {checkpoint.window} or more; unset buckets do"
+        hint = f"begin with {checkpoint.window} or more, as the default buckets do"
         yield case.problem("bad-buckets", ("buckets", "prefill", 0), fact, hint)
 
 

@@ -20,8 +20,8 @@ Version = tuple[int, int]
 
 
 class VllmNeuron(NamedTuple):
-    """A release of `vllm-neuron`: the vLLM and the Neuron SDK that it is for; of one that is not among ``RELEASES``,
-    those of the last one before it."""
+    """A release of `vllm-neuron`, with its vLLM and Neuron SDK. A release that is not in ``RELEASES`` has those of the
+    last one before it."""
 
     plugin: str
     vllm: str

@@ -170,8 +170,8 @@ def neuron_options(settings: NxdSettings, sizes: GraphLengths, release: Release,
     if settings.fuse_qkv is not None:
         options["fused_qkv"] = settings.fuse_qkv
     if settings.window and neuron_target.current().name in (None, "inf2", "trn1"):
-        # Else, for prompts of 512 tokens and more, `modules/sliding_window/attention.flash_fwd`, whose lengths are
-        # multiples of 512, or from 2048 on of 2048, and whose products are in bf16 (0.6 to 0.8).
+        # Else prompts of 512 tokens or more use `modules/sliding_window/attention.flash_fwd` (0.6 to 0.8). It needs
+        # multiples of 512, or of 2048 for 2048 tokens or more, and computes its products in bf16.
         options["attn_kernel_enabled"] = False
     if settings.presharded:
         options["skip_sharding"] = True  # a load still reads the weights of each core

@@ -212,7 +212,7 @@ def environment(config: ReplicaConfig, installed: VllmInstallation, folder: Path
             env["NEURON_VISIBLE_DEVICES"] = cores
         env["PROMETHEUS_MULTIPROC_DIR"] = str(folder / METRICS)
         env.pop(vllm_artifacts.FLAGS, None)  # they would replace the plugin's flags
-        if installed.version >= NATIVE_SINCE:  # the default, but only its name turns the Precompile Cache on
+        if installed.version >= NATIVE_SINCE:  # the default, but only setting it enables the Precompile Cache
             env["VLLM_NEURON_BACKEND"] = "neuron_native"
         limits += ["VLLM_NEURON_COMPILATION_TIMEOUT", "NEURON_LIBTORCH_COMPILATION_TIMEOUT"]
     deadlines = config.model.deadlines
