@@ -201,7 +201,7 @@ def _since(family: str, engine: Capabilities) -> str:
 
 
 def _checkpoints() -> str:
-    """By engine that reads checkpoints, what of config.json it reads besides plain weights and positions."""
+    """The quantized weights and types of rotary positions of each engine that reads checkpoints."""
     lines = ["| engine | quantized weights | `rope_type` besides `default` |", "|---|---|---|"]
     for name, engine in ENGINES.items():
         if engine.reads_checkpoint and not engine.forwards:

@@ -419,7 +419,7 @@ MAY_NAME_ENGINES = (
     *(f"{side}/engines/{engine.module}/" for engine in ENGINES.values() for side in ("placements", "workers")),
     *("placements/engines/registry.py", "placements/lmi/", "placements/spec/schema.py"),
 )
-TABLES_OF_RELEASES = {  # of AWS's images, and of distributions, some of which are named as their engine
+TABLES_OF_RELEASES = {  # of AWS's images and of distributions, some of which have the name of their engine
     *(("orchestrator/cli/bootstrap.py", name) for name in ("PREFERRED", "NEURON")),
     *{("workers/engines/manifest_parts.py", "NXD_PACKAGES"), ("workers/host/interpreter.py", "_PROBED")},
 }

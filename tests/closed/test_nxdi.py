@@ -99,7 +99,7 @@ def test_tokens_equal_the_cpu_engines(
 
 
 def test_a_bucket_of_4096_tokens_runs_the_flash_kernel(nxd: Neuron, sources: Checkpoints, tmp_path: Path) -> None:
-    """Which the package switches to by itself; the answers are the same."""
+    """The package switches to the kernel by itself. The answers are the same."""
     source = Path(shutil.copytree(sources("llama"), tmp_path / "model"))
     edit(source, max_position_embeddings=8192)
     engine = opened(source, tmp_path / "compiled", max_len=4224, prefill_buckets=[4096], decode_buckets=[4224])
@@ -111,7 +111,7 @@ def test_a_bucket_of_4096_tokens_runs_the_flash_kernel(nxd: Neuron, sources: Che
 
 
 def test_a_window_is_computed_without_its_kernel(nxd: Neuron, sources: Checkpoints, tmp_path: Path) -> None:
-    """The package has one from 512 tokens on, for lengths that are multiples of 512 only."""
+    """The package has one for 512 tokens or more, and only for multiples of 512."""
     if not reaches(import_package().version, NXD_WINDOW):
         pytest.skip("a window is refused in this version")
     source = Path(shutil.copytree(sources("mistral-window"), tmp_path / "model"))

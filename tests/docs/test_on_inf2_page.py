@@ -29,7 +29,7 @@ END_S = 10.0  # of a fleet after its drain: "all within 30 s", docs/architecture
 
 
 def report_rows() -> list[str]:
-    """The table of what was compiled or served."""
+    """The table of reports of compiled and served models."""
     rows = ["| model | engines | what was run | SDK | machine | degree | seen | confidence | source |"]
     rows.append("|---|---|---|---|---|---|---|---|---|")
     for report in REPORTS:
@@ -62,7 +62,7 @@ def test_the_page_lists_what_others_report(name: str, rows: list[str]) -> None:
 
 
 def test_each_model_of_the_page_was_served_by_others_on_its_release() -> None:
-    """With its degree, and the page names the sources."""
+    """The degree is that of the report, and the page names the sources."""
     spec = parse(EXAMPLE.read_bytes(), EXAMPLE.name, str(EXAMPLE.parent)).spec
     assert spec is not None
     evidence = PAGE.read_text().partition("| choice | evidence |")[2].partition("\n\n")[0]
@@ -78,10 +78,10 @@ def test_each_model_of_the_page_was_served_by_others_on_its_release() -> None:
 
 
 def test_no_spec_of_a_page_names_a_model_that_fails_on_inf2() -> None:
-    """By the names in the ids of the known failures."""
+    """The ids of the known failures have the names of the models."""
     failing = {row.id.removesuffix("-inf2") for row in KNOWN_FAILURES if row.id.endswith("-inf2")}
     assert "qwen3-8b" in failing
-    pages = [page for page in DOCS.rglob("*.md") if page.name != "errors.md"]  # which shows the warnings
+    pages = [page for page in DOCS.rglob("*.md") if page.name != "errors.md"]  # errors.md shows the warnings
     specs = [block for page in pages for block in blocks(page) if block.language == "yaml"]
     on_inf2 = [block for block in specs if "inf2" in block.text]
     assert len(on_inf2) > 10

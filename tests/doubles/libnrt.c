@@ -1,5 +1,5 @@
 /* The stand-in of libnrt for processes without a framework: nrt_init takes the cores that the environment names, as
-   neuron_double.runtime does, and says what it says. */
+   neuron_double.runtime does, and prints the same errors. */
 #include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>

@@ -518,7 +518,7 @@ def test_each_length_of_an_encoder_has_weights_of_its_own_on_the_core() -> None:
     )
 
 
-# what is known to fail
+# known failures
 
 QWEN3_8B = Checkpoint.from_config(PUBLISHED["Qwen/Qwen3-8B"])
 
@@ -536,10 +536,10 @@ QWEN3_8B = Checkpoint.from_config(PUBLISHED["Qwen/Qwen3-8B"])
         ("server", INF2, "instance", "", False),
     ],
 )
-def test_what_others_have_seen_to_fail_is_a_warning(
+def test_a_failure_that_others_report_is_a_warning(
     engine: str, machine: str, hosts: str, more: str, is_known: bool
 ) -> None:
-    """On the machines and in the releases that the plan counts with; the rest is not judged."""
+    """The report applies to the machines and the planned releases only."""
     own = ", server: {command: [serve], slots: 4}" if engine == "server" else ", tp_degree: 8"
     text = f"hosts: {{{hosts}: {machine}}}\n{more}\nmodels:\n  a:\n    {{source: ./a, engine: {engine}{own}}}\n"
     parsed = parse(text, "f.yaml")
@@ -554,8 +554,8 @@ def test_what_others_have_seen_to_fail_is_a_warning(
     ("hosts", "compiler", "count"),
     [("instance", "2.23.6484.0+3b612583", 1), ("instance", "2.22.12471.0", 0), ("emulate", "2.23.6484.0+3b612583", 0)],
 )
-def test_installed_packages_decide_what_is_known_to_fail(hosts: str, compiler: str, count: int) -> None:
-    """Instead of the release that the plan counts with. On an emulated host they compile nothing."""
+def test_installed_packages_decide_which_failures_are_known(hosts: str, compiler: str, count: int) -> None:
+    """They replace the planned release. On an emulated host they compile nothing."""
     parsed = parse(f"hosts: {{{hosts}: {INF2}}}\nmodels: {{a: {{source: ./a, engine: {NXD}, tp_degree: 8}}}}\n", "f")
     assert parsed.spec is not None
     installed = {NXD: {"neuronx-cc": compiler}}
@@ -563,7 +563,7 @@ def test_installed_packages_decide_what_is_known_to_fail(hosts: str, compiler: s
     assert [problem.id for problem in problems].count("known-failure") == count
 
 
-# What the engine reads of config.json
+# What the engine supports of config.json
 
 METHODS = (
     *("awq", "gptq", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "fp8", "mxfp4", "nvfp4", "quanto", "hqq"),
@@ -584,7 +584,7 @@ def read_as(engine: str, config: Mapping[str, Any], fields: str = "", draft: Che
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("engine", ["cpu", TNX, NXD, "auto", "optimum-neuron", VLLM_NXD, VLLM_NEURON])
 def test_an_engine_refuses_weights_that_it_cannot_read_as_they_are_quantized(engine: str, method: str) -> None:
-    """At the source, and with the method; only vLLM Neuron reads any, those of ModelOpt in FP8."""
+    """The problem is at the source and names the method. Only vLLM Neuron reads some: those of ModelOpt in FP8."""
     config = LLAMA | {"quantization_config": {"quant_method": method, "quant_algo": "FP8", "config_groups": {"g": {}}}}
     problems = read_as(engine, config)
     if engine == VLLM_NEURON and method == "modelopt":
@@ -612,7 +612,7 @@ def test_an_engine_refuses_weights_that_it_cannot_read_as_they_are_quantized(eng
 def test_an_engine_refuses_rotary_positions_that_it_does_not_compute(
     engine: str, fine: set[str], warned: set[str], rope: str, key: str
 ) -> None:
-    """Of a llama, in both formats of transformers."""
+    """The model is a llama, in both formats of transformers."""
     problems = [(each.id, each.severity) for each in read_as(engine, LLAMA | {key: {"rope_type": rope}})]
     expected = [("rotary-unsupported", "error")]
     if rope in fine | {"default"}:
@@ -640,7 +640,7 @@ def test_an_engine_refuses_rotary_positions_that_it_does_not_compute(
 def test_classes_of_other_families_ignore_the_scaling_of_positions(
     engine: str, family: str, expected: list[str]
 ) -> None:
-    """By the packages' code: only Llama's classes read it, and those built on them."""
+    """According to the packages' code, only Llama's classes and their subclasses read it."""
     config = GPT2 if family == "gpt2" else LLAMA | {"num_local_experts": 2, "num_key_value_heads": 4}
     config = config | {"model_type": family, "rope_scaling": {"type": "yarn", "factor": 4.0}}
     assert [each.id for each in read_as(engine, config)] == expected
@@ -653,12 +653,12 @@ AWQ = LLAMA | {"quantization_config": {"quant_method": "awq"}}
     ("engine", "hint"),
     [
         ("cpu", "use the original checkpoint"),
-        (NXD, "use the original checkpoint; with it, quantize: int8 or fp8 quantizes here"),
+        (NXD, "use the original checkpoint; to quantize it here, set quantize: int8 or fp8"),
         (VLLM_NXD, "use the original checkpoint"),
         (VLLM_NEURON, "use the original checkpoint or one quantized by modelopt fp8 or compressed-tensors kv"),
     ],
 )
-def test_the_hint_of_quantized_weights_names_what_the_engine_can(engine: str, hint: str) -> None:
+def test_the_hint_of_quantized_weights_names_the_methods_of_the_engine(engine: str, hint: str) -> None:
     assert [each.hint for each in read_as(engine, AWQ)] == [hint]
 
 
@@ -669,7 +669,7 @@ def test_an_empty_configuration_quantizes_nothing(given: object) -> None:
 
 @pytest.mark.parametrize(("engine", "expected"), [("cpu", 1), (NXD, 1), (VLLM_NEURON, 0)])
 def test_scales_of_the_kv_cache_alone_are_for_vllm_neuron(engine: str, expected: int) -> None:
-    """transformers asks for the package even then."""
+    """transformers requires the package even then."""
     given = {"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8}, "config_groups": {}}
     assert len(read_as(engine, LLAMA | {"quantization_config": given})) == expected
 
@@ -688,7 +688,7 @@ def test_weights_of_another_folder_replace_quantized_ones(engine: str, options: 
 
 
 def test_a_quantized_draft_is_refused_too() -> None:
-    """At the draft."""
+    """The problem is at the draft."""
     fields = "\n    draft: {source: ./b}"
     (problem,) = read_as(NXD, LLAMA, fields, Checkpoint.from_config(AWQ))
     assert (problem.id, problem.where) == ("weights-quantized", "f.yaml:6:5")

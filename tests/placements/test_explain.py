@@ -76,7 +76,7 @@ def test_a_model_with_its_replicas_has_places_and_no_problems() -> None:
 
 
 def test_a_known_failure_is_among_the_facts_of_its_model() -> None:
-    """With what helps; other models do not have it."""
+    """It has the workaround. Other models do not have it."""
     parsed = parse(
         "hosts: {instance: inf2.48xlarge}\nmodels:\n"
         "  a: {source: ./a, engine: nxd-inference, tp_degree: 8}\n  b: {source: ./b, engine: nxd-inference}\n",

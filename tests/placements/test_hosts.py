@@ -47,7 +47,7 @@ def test_emulated_hosts_divide_the_machine_by_physical_core() -> None:
 
 
 def test_a_machine_of_the_type_is_planned_with_the_cpus_of_this_process() -> None:
-    """A container with four of them; without a known layout, as on any machine."""
+    """A container has four of them. Without a known layout they are used as on any machine."""
     seen = CpuLayout(tuple((i, i + 16) for i in range(16)), (0,) * 16)
     machine = Machine((2, 3, 18, 19), "inf2.8xlarge", layout=seen)
     (host,) = hosts_for(wish(instance="inf2.8xlarge"), machine)

@@ -1,4 +1,4 @@
-"""What is known to fail, as data."""
+"""The table of known failures."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def test_every_row_names_things_that_exist(row: KnownFailure) -> None:
 def test_a_row_matches_its_machines_sizes_and_versions_only(
     instance: str, family: str, parameters: int | None, versions: dict[str, str], id: str | None
 ) -> None:
-    """What a row needs and is unknown does not match."""
+    """A row does not match if a value that it needs is unknown."""
     rows = failures_of("nxd-inference", instance, versions, family=family, parameters=parameters)
     assert [row.id for row in rows] == ([] if id is None else [id])
 
 
 def test_options_degrees_and_buckets_decide_where_a_row_names_them() -> None:
-    """Each of them alone."""
+    """Each of them decides alone."""
     versions = {**SDK_228, "vllm-neuron": "0.5.0"}
     assert failures_of("vllm", "trn1.32xlarge", versions, options={"prefix_cache": True})
     assert not failures_of("vllm", "trn1.32xlarge", versions, options={"prefix_cache": False})
@@ -74,7 +74,7 @@ def test_options_degrees_and_buckets_decide_where_a_row_names_them() -> None:
 
 
 def test_an_old_driver_below_a_new_runtime_fails_without_any_model() -> None:
-    """AWS says so in the runtime's release notes."""
+    """The source is AWS's release notes of the runtime."""
     [row] = failures_of(None, "inf2.xlarge", {"aws-neuronx-runtime-lib": "2.32.1.0", "aws-neuronx-dkms": "2.26.5.0"})
     assert (row.id, row.severity) == ("driver-too-old", "error")
     newer = {"aws-neuronx-runtime-lib": "2.32.1.0", "aws-neuronx-dkms": "2.27.4.0"}

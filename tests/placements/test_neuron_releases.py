@@ -184,7 +184,7 @@ def test_a_series_names_its_last_release() -> None:
 
 
 def test_images_get_no_updates_from_the_next_release_on() -> None:
-    """The newest has no such day. Support of an engine, a Python or an operating system can end earlier or later."""
+    """The newest image has no such day. Support of an engine, Python or operating system can end earlier or later."""
     by_name = {sdk.sdk: sdk for sdk in SDKS}
     assert by_name["2.28.1"].superseded == by_name["2.29.0"].released
     assert SDKS[-1].superseded == ""
@@ -202,7 +202,7 @@ def test_images_get_no_updates_from_the_next_release_on() -> None:
     ],
 )
 def test_nxd_inference_is_in_maintenance_on_older_machines(version: str, machines: str, maintained: bool) -> None:
-    """There it gets critical fixes only."""
+    """On these machines it gets critical fixes only."""
     assert bool(ENGINES["nxd-inference"].maintenance(version, machines)) == maintained
 
 
@@ -219,12 +219,12 @@ def test_nxd_inference_is_in_maintenance_on_older_machines(version: str, machine
 def test_a_version_that_is_newer_than_the_known_ones_is_planned_as_the_last_of_them(
     engine: Engine, version: str, last: str
 ) -> None:
-    """By its numbers: 0.10 follows 0.9."""
+    """Versions are compared by their numbers: 0.10 follows 0.9."""
     assert ENGINES[engine].planned_as(version) == last
 
 
 def test_a_patch_without_stated_versions_has_those_of_its_series() -> None:
-    """Else nothing would be known to fail in the newest release, as soon as it has such a patch."""
+    """Otherwise the newest release would have no known failures as soon as it has such a patch."""
     patch = sdk_named("2.33.1")
     assert patch is not None
     assert (patch.neuronx_cc, patch.packages) == ("", {"neuronx-cc": "2.28.7631.0"})

@@ -76,7 +76,7 @@ def test_an_emulated_host_without_the_cpus_of_its_type_is_divided_by_number() ->
 
 
 def test_an_emulated_host_on_a_machine_with_the_cpus_of_its_type_has_its_layout() -> None:
-    """As if it were real."""
+    """The layout is that of a real host."""
     emulated = replace(BIG, emulated=True)
     assert cpu_mask(emulated, CoreRange(0, 7), 60) == cpu_mask(BIG, CoreRange(0, 7), 60)
 

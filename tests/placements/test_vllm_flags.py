@@ -49,7 +49,7 @@ def test_every_release_of_the_plugin_has_a_recorded_vllm() -> None:
 def test_an_unknown_release_is_planned_as_the_last_known_one_before_it(
     named: str, release: tuple[str, str, str]
 ) -> None:
-    """With its own name, so that an interpreter is compared with that."""
+    """It keeps its own name, with which an interpreter is compared."""
     assert tuple(release_for("trn2", named)) == release
 
 

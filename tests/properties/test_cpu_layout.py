@@ -59,7 +59,7 @@ def physical(host: Host, cpus: tuple[int, ...]) -> set[int]:
 @quick
 @given(specs(), machines())
 def test_two_replicas_share_no_physical_core(spec: Spec, machine: Machine) -> None:
-    """Also if some siblings are not for this process, and on emulated hosts."""
+    """This also holds if the process may not use some siblings, and on emulated hosts."""
     hosts = {host.name: host for host in hosts_for(spec, machine)}
     bound = [placed for placed in plan(spec, list(hosts.values())).placements if placed.cpus]
     held = [{(p.host, core) for core in physical(hosts[p.host], p.cpus)} for p in bound]
@@ -98,7 +98,7 @@ def test_cpus_are_on_the_nodes_of_the_devices(instance: str, reserve: int) -> No
 @quick
 @given(st.integers(0, 191))
 def test_the_reserve_is_whole_physical_cores_of_all_nodes(reserve: int) -> None:
-    """Rounded up; one stays for replicas. No node loses over three more than another."""
+    """The reserve is rounded up, and replicas keep one core. No node loses over three more than another."""
     host = Host("h", TOPOLOGIES[BIG], tuple(range(192)), reserve)
     free = physical(host, host.usable_cpus)
     taken = [sum(LAYOUTS[BIG].nodes[i] == node for i in range(96) if i not in free) for node in range(4)]
@@ -109,7 +109,7 @@ def test_the_reserve_is_whole_physical_cores_of_all_nodes(reserve: int) -> None:
 @quick
 @given(machines(), st.sampled_from(sorted(DEGREES["inf2"])))
 def test_without_a_layout_a_real_host_has_no_masks(machine: Machine, tp: int) -> None:
-    """By number they could be far from the devices."""
+    """CPUs by number could be far from the devices."""
     (host,) = hosts_for(Spec(), replace(machine, instance="inf2.24xlarge", layout=None))
     if tp <= host.cores:
         assert cpu_mask(host, CoreRange.of_length(0, tp), 1) == ()

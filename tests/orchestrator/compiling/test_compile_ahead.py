@@ -468,7 +468,7 @@ def test_the_hub_is_checked_first_and_its_failure_loses_no_result(
 def test_a_compile_that_is_known_to_fail_is_announced(
     played: Played, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Before the hours that it takes; only for the models that are compiled."""
+    """The warning comes before the compile, and only for the models that are compiled."""
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "config.json").write_text(json.dumps(PUBLISHED["Qwen/Qwen3-8B"]))
     model = "{source: ./a, engine: nxd-inference, tp_degree: 8}"

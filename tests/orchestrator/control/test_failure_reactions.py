@@ -73,8 +73,8 @@ async def test_a_pinned_replica_waits_for_its_cores_with_a_reason(fleet: Played)
 
 
 @starting_fleet(SPEC, loads=False)
-async def test_refused_cores_that_nobody_holds_are_tried_again_before_they_are_set_aside(fleet: Played) -> None:
-    """After 1, 2, 4 and 8 s, without counting as failures; only then the start goes elsewhere."""
+async def test_refused_cores_that_no_process_holds_are_retried_before_they_are_set_aside(fleet: Played) -> None:
+    """The retries follow after 1, 2, 4 and 8 s and are not failures. Only then does the replica start elsewhere."""
     at: list[float] = []
     for epoch in range(1, MAX_REFUSALS + 2):
         await fleet.until(lambda name=f"a/0.{epoch}": name in fleet.cluster.replicas, "asked for")  # type: ignore[misc]
@@ -87,7 +87,7 @@ async def test_refused_cores_that_nobody_holds_are_tried_again_before_they_are_s
     assert set(quarantine(fleet)) == set(range(4))
 
 
-def test_refusals_count_in_a_row_on_the_same_cores_of_a_start_that_has_not_served() -> None:
+def test_refusals_are_counted_on_the_same_cores_until_the_replica_serves() -> None:
     """Each place gets all of its attempts, and so does a replica that has served since."""
     cores = CoreRange(0, 3)
     view = ReplicaView("a", 0, 2, HOST, cores, State.FAILED, 0.0, refusals=MAX_REFUSALS)

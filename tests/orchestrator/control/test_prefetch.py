@@ -245,7 +245,7 @@ async def test_a_failed_compilation_fails_the_start_unless_it_needs_a_device(pla
 
 @starting_fleet(spec(compiles=True), uncompilable=Failure("compile-failed", "an unknown crash", reaction=Reaction.STOP))
 async def test_a_failed_compilation_is_not_repeated_before_an_operator_acts(played: Played) -> None:
-    """Whatever the host has not recognized; a compile may take an hour of all CPUs."""
+    """A compile may take an hour of all CPUs, and would fail again."""
     played.cluster.uncompiled = {played.controller.state.current.versions["m"]}
     await played.until(lambda: played.replica("m/0").get("stopped"), "it is given up", 60.0)
     await asyncio.sleep(7200.0)  # of virtual time

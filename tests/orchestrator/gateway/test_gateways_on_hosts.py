@@ -62,10 +62,8 @@ def test_a_gateway_has_the_keys_of_the_controller(served: Served, tmp_path: Path
         gateway.close()
 
 
-def test_a_quiet_gateway_tells_the_controller_at_once_that_it_is_ready(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else the console's playground would find no gateway of a fleet that is ready."""
+def test_a_quiet_gateway_reports_at_once_that_it_is_ready(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the console's playground would find no gateway of a fleet that is ready."""
     monkeypatch.setattr(app, "QUIET_REPORTS", 10**6)  # no other reports of a gateway without requests
     gateway = LiveGateway(**PLACE)
     reports = gateway.controller.reports

@@ -1,4 +1,4 @@
-"""The places of compiled artifacts answer in one order, which starts, commands and predictions share."""
+"""The places of compiled artifacts have one order, which starts, commands and predictions share."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_start_looks_here_first_and_in_the_cache_of_neuron_last(config: Replic
 
 
 def test_a_set_is_found_where_it_is(config: ReplicaConfig, tmp_path: Path) -> None:
-    """On no host, then on this one, then only in the shared cache."""
+    """The set is on no host, then on this one, then only in the shared cache."""
     root = Path(str(config.run.compiled))
     assert not find(unit(config), config, ahead=True).hit
     with entry(root, MANIFEST) as held:
@@ -60,7 +60,7 @@ def test_a_set_is_found_where_it_is(config: ReplicaConfig, tmp_path: Path) -> No
     assert [(each.hit, each.where) for each in (here, there)] == [(True, "compiled"), (True, "elsewhere")]
 
 
-def test_no_later_place_is_asked_once_one_has_the_set(config: ReplicaConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_later_place_is_read_once_one_has_the_set(config: ReplicaConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """The shared cache may be remote and slow."""
     with entry(Path(str(config.run.compiled)), MANIFEST) as held:
         (held.path / "a.neff").write_bytes(b"neff")

@@ -274,10 +274,10 @@ def test_a_killed_compile_leaves_no_complete_set_and_no_compiler(
     ("fault", "id", "reaction", "words"),
     [
         (
-            {"says": "checking\nsomething that nobody has seen"},
+            {"says": "checking\nan unknown error"},
             "compile-failed",
             "stop",
-            "something that nobody has seen",
+            "an unknown error",
         ),
         ({"says": "[NCC_IXCG856] MATCH_REPLACE8 Instruction expects"}, "known-failure", "stop", "MATCH_REPLACE8"),
         ({"die": True}, "compiler-killed", "retry", "memory"),
@@ -293,7 +293,7 @@ def test_only_a_killed_compile_is_repeated(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By the process that compiles for a replica. An unknown failure has the compiler's last lines."""
+    """The failure is that of a replica's compile process. If it is unknown, it has the compiler's last lines."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(PROJECT), machine.env["PYTHONPATH"]]))
     machine.plan({"at": "compile", **fault})
     order = Order(config=kept(checkpoint("llama"), tmp_path, log=str(tmp_path / "log")))

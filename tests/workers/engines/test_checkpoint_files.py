@@ -70,7 +70,7 @@ def save(folder: Path, header: Any, data: int, length: int | None = None) -> Pat
 
 
 def test_a_copy_has_floats_in_its_own_dtype_and_quantized_tensors_as_they_are(tmp_path: Path) -> None:
-    """By which the room on the disk is checked before a compilation."""
+    """The size is compared with the free disk space before a compilation."""
     header = {"quantized": tensor(0, 4, (4,), "I8"), "scale": tensor(4, 12, (2,), "F32")}
     save(tmp_path, header, 12)
     assert (copy_bytes(tmp_path, "bf16"), copy_bytes(tmp_path, "fp32")) == (4 + 2 * 2, 4 + 2 * 4)

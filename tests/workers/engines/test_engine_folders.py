@@ -1,4 +1,4 @@
-"""An engine is one folder of the workers: its runner does what its capabilities say."""
+"""An engine is one folder of the workers: its runner does what its capabilities state."""
 
 from __future__ import annotations
 

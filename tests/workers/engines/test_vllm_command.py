@@ -147,7 +147,7 @@ def test_each_plugin_gets_its_cores_by_its_own_variable() -> None:
 
 
 def test_the_back_end_is_named_from_0_29_on() -> None:
-    """It is the default there, but only its name turns the Precompile Cache on."""
+    """It is the default there, but only setting it enables the Precompile Cache."""
     named = [env("neuron", version).get("VLLM_NEURON_BACKEND") for version in ((0, 24), (0, 29), (0, 33))]
     assert named == [None, "neuron_native", "neuron_native"]
     assert "VLLM_NEURON_BACKEND" not in env("nxd", (0, 29)) | env("cpu", (0, 29))

@@ -14,7 +14,7 @@ MAX_WAIT_S = 20.0
 
 
 def test_the_cores_of_a_killed_probe_are_free_although_a_fork_held_them(tmp_path: Path) -> None:
-    """The fork ends with the probe; else every claim would be refused until the machine reboots."""
+    """The fork ends with the probe. Otherwise every later claim would be refused until a reboot."""
     folder, log = tmp_path / "claims", str(tmp_path / "log")
     request = ProbeRequest(cores=[0, 1], claims=str(folder), limit_s=MAX_WAIT_S)
 

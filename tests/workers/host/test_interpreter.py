@@ -117,7 +117,7 @@ def test_a_probe_has_the_commands_that_an_installed_package_lacks(
 def test_commands_beside_their_packages_are_the_interpreters_if_path_finds_them_first(
     first: str, absent: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such as those of pip install --user."""
+    """An example is pip install --user."""
     python = make_interpreter(tmp_path / "venv", neuron=False)
     info = tmp_path / "user/lib/python3/site-packages/neuronx_cc-2.21.dist-info"
     info.mkdir(parents=True)

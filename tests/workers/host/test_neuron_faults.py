@@ -282,7 +282,7 @@ REPORTED = [
         "ERROR   NRT:nrt_allocate_neuron_cores   NeuronCore(s) not available - Requested:1 Available:0",
         "cores-taken",
         "elsewhere",
-        "a dead one left them taken",
+        "the driver keeps them for a dead",
     ),
     (
         "aws-neuron/aws-neuron-sdk#1189",
@@ -339,15 +339,15 @@ REPORTED = [
 
 @pytest.mark.parametrize(("source", "text", "id", "reaction", "hint"), REPORTED, ids=[each[0] for each in REPORTED])
 def test_what_others_have_reported_is_recognized(source: str, text: str, id: str, reaction: str, hint: str) -> None:
-    """A generic match of its code does not count: the hint helps with this failure."""
+    """A generic match of its code is not enough: the hint is that of this failure."""
     fault = fault_of(RuntimeError("boom"), ["loading", *text.splitlines()])
     assert fault is not None
     assert (fault.id, fault.reaction) == (id, Reaction(reaction))
     assert hint in fault.hint
 
 
-def test_every_text_of_a_known_failure_has_been_seen() -> None:
-    """Each text of the table matches one of a report."""
+def test_every_text_of_a_known_failure_matches_a_report() -> None:
+    """Each text of the table matches the text of a report."""
     texts = {row.text for row in KNOWN_FAILURES if row.text}
     assert {text for text in texts if any(re.search(text, each[1]) for each in REPORTED)} == texts
 
@@ -474,7 +474,7 @@ def test_an_unknown_failure_of_a_compilation_stops_with_its_last_lines(tmp_path:
 
 
 def test_an_engines_own_text_of_a_fault_keeps_the_faults_reaction() -> None:
-    """The engine has added the bucket to it, in another process."""
+    """The engine added the bucket to the text in another process."""
     own = Failure("graph-exceeds-hbm", "the bucket of 512 tokens is not compiled")
     assert explained(own, RuntimeError("boom"), "").reaction is Reaction.STOP
 

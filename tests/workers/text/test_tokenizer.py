@@ -162,7 +162,7 @@ NAMED = [
 def test_a_tokenizer_json_is_read_without_the_class_of_the_checkpoint(
     hub: Tokenizer, tmp_path: Path, named: object
 ) -> None:
-    """With the same ids and chats, and without running the code, for all forms of auto_map."""
+    """Ids and chats are the same, and the code is not run, for all forms of auto_map."""
     tokenizer = load_tokenizer("cpu", str(with_code(tmp_path, named)))
     assert tokenizer.encode("Hello wörld 日本") == hub.encode("Hello wörld 日本")
     assert tokenizer.apply_chat_template(TemplateInput(CHAT)) == hub.apply_chat_template(TemplateInput(CHAT))
@@ -171,7 +171,7 @@ def test_a_tokenizer_json_is_read_without_the_class_of_the_checkpoint(
 
 @pytest.mark.parametrize("named", NAMED)
 def test_a_tokenizer_that_is_only_code_is_refused(tmp_path: Path, named: object) -> None:
-    """Without tokenizer.json; the error names the code."""
+    """There is no tokenizer.json. The error names the code."""
     (with_code(tmp_path, named) / "tokenizer.json").rename(tmp_path / "vocab.json")
     with pytest.raises(EngineLoadError, match=r"tokenizer-needs-code.*tokenization_my\.MyTokenizer"):
         load_tokenizer("cpu", str(tmp_path))
@@ -188,7 +188,7 @@ def test_a_tokenizer_that_is_only_code_is_refused(tmp_path: Path, named: object)
     ],
 )
 def test_a_class_that_transformers_has_needs_no_code(tmp_path: Path, settings: object) -> None:
-    """Nor does one without auto_map for tokenizers."""
+    """A model without auto_map for tokenizers needs none, either."""
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     assert own_class(tmp_path) is None
 

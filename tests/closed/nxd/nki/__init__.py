@@ -1,4 +1,4 @@
-"""Kernels, which are not run but for stand-ins with ``on_cpu``: see ``closed_layer``."""
+"""Kernels, which do not run, except for stand-ins with ``on_cpu``: see ``closed_layer``."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def configured(model: str) -> ReplicaConfig:
 
 
 def test_paths_of_the_spec_are_absolute_and_its_defaults_are_filled_in() -> None:
-    """A replica knows neither the folder of the spec nor the checkpoint."""
+    """A replica has neither the folder of the spec nor the checkpoint."""
     config = configured("""\
 a:
   engine: nxd-inference
@@ -63,7 +63,7 @@ def test_a_server_gets_its_interpreter_and_its_command() -> None:
 
 
 def test_a_replica_gets_its_cores_and_its_files_on_the_host() -> None:
-    """With the locks of the cores of an emulated host."""
+    """On an emulated host it also gets the locks of its cores."""
     home, config = Home(Path("/home")), configured("a: {engine: cpu, source: ./model, tp_degree: 2}")
     assert (config.id, config.place.host, config.place.cores) == ("a/0", "inf2.48xlarge/0", [0, 1])
     assert config.place.env["NEURON_RT_VISIBLE_CORES"] == "0-1"

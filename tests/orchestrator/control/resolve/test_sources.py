@@ -258,7 +258,7 @@ OWN_TOKENIZER = {"tokenizer_class": "MyTokenizer", "auto_map": {"AutoTokenizer":
 def test_a_tokenizer_that_is_only_code_is_refused_before_anything_is_fetched(
     hub: HubServer, tmp_path: Path, place: str, engine: str, name: str, expected: list[tuple[str, str]]
 ) -> None:
-    """By its small files, in a folder and on the hub."""
+    """The small files are checked, in a folder and on the hub."""
     files = {**MODEL, "tokenizer_config.json": json.dumps(OWN_TOKENIZER).encode()}
     files[name] = files.pop("tokenizer.json")
     hub.repos["org/own"] = Repo()
