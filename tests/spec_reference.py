@@ -197,7 +197,7 @@ def _versions() -> str:
 
 def _since(family: str, engine: Capabilities) -> str:
     first = next((version for version in engine.versions if engine.serves(family, version=version)), "")
-    return f"{family} (from {first} on)" if first and first != engine.versions[0] else family
+    return f"{family} ({first} and later)" if first and first != engine.versions[0] else family
 
 
 def _checkpoints() -> str:

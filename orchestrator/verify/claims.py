@@ -58,7 +58,7 @@ CLAIMS: Mapping[str, Statement] = MappingProxyType(
             Statement(
                 "too-large", "faults", "a model that does not fit is refused before or during its load, with the reason"
             ),
-            Statement("texts-known", "faults", "every failure that occurred has an id of its own"),
+            Statement("texts-known", "faults", "every failure that occurred is recognized"),
             Statement(
                 "pinning", "pinning", "a replica decodes as fast on its planned CPUs as on all CPUs, within 10 %"
             ),

@@ -40,7 +40,7 @@ def test_a_claim_that_an_error_prevents_from_being_measured_is_not_run() -> None
     """The report has the measurements before the error, which may have taken an hour."""
 
     def broken() -> Iterator[Verdict]:
-        yield proved("compile-killed", True, "nothing was taken for complete")
+        yield proved("compile-killed", True, "nothing was accepted as complete")
         raise Failed("verify-failed", "the reference ended", "see its log")
 
     verdicts = list(verification._measured("compiler", broken()))
@@ -84,4 +84,4 @@ def test_an_answer_without_steps_refutes_the_speed_with_its_error(tmp_path: Path
 def test_a_model_with_its_place_on_another_machine_is_not_run(tmp_path: Path) -> None:
     text = "hosts: [{instance: inf2.48xlarge}, {instance: trn2.48xlarge}]\nmodels: {m: {engine: echo}}\n"
     verdict = speeds(TrialRun(), tmp_path, "inf2.48xlarge", text)
-    assert (verdict.result, verdict.found) == ("not run", "its place is trn2.48xlarge/0, another machine")
+    assert (verdict.result, verdict.found) == ("not run", "the place of the model is trn2.48xlarge/0, another machine")
