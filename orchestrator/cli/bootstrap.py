@@ -127,7 +127,7 @@ class Bootstrap:
                 (model.name, model.family, model.engine, model.evidence and model.evidence.text, model.reason)
                 for model in self.models
             ]
-            lines += ["", columns(("MODEL", "FAMILY", "ENGINE", "OTHERS REPORT", "REASON"), rows)]
+            lines += ["", columns(("MODEL", "FAMILY", "ENGINE", "REPORTS", "REASON"), rows)]
         return "\n".join(lines)
 
 

@@ -357,7 +357,7 @@ def pinning(stand: Stand, extent: Extent) -> Iterator[Verdict]:
     far = on_other_nodes(placed.host, own)
     for claim, cpus, where in (("pinning", everywhere, "all"), ("numa", far, "as many of other nodes")):
         if not own or not cpus:
-            yield not_run(claim, "the machine has no other NUMA node" if own else "the plan binds the replica to no CPUs")
+            yield not_run(claim, "the machine has no other NUMA node" if own else "the plan binds no CPUs")
             continue
         other = stand.run("base", groups[: extent.rounds], env={"COREWRIGHT_CPUS": cpu_list(cpus)})
         answers = [] if other.trouble else [other.answers[f"steps {i}"] for i in range(extent.rounds)]

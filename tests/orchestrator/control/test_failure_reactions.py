@@ -31,8 +31,8 @@ models:
 """
 PINNED = SPEC.replace("a: {tp_degree: 4}", 'a: {tp_degree: 4, cores: ["0-3"]}')
 HOST = "inf2.48xlarge/0"
-TAKEN = Failure("cores-taken", "nc0-nc3 were asked for", "end it", Reaction.ELSEWHERE, held=True)
-REFUSED = Failure("cores-taken", "nc0-nc3 were asked for", "end it", Reaction.ELSEWHERE)
+TAKEN = Failure("cores-taken", "nc0-nc3 were requested", "end it", Reaction.ELSEWHERE, held=True)
+REFUSED = Failure("cores-taken", "nc0-nc3 were requested", "end it", Reaction.ELSEWHERE)
 BROKEN = Failure("memory-uncorrectable", "bad memory", "replace it", Reaction.QUARANTINE)
 FULL = Failure("hbm-exhausted", "the cores' memory is full", "lower max_batch", Reaction.STOP)
 
@@ -77,7 +77,7 @@ async def test_refused_cores_that_no_process_holds_are_retried_before_they_are_s
     """The retries follow after 1, 2, 4 and 8 s and are not failures. Only then does the replica start elsewhere."""
     at: list[float] = []
     for epoch in range(1, MAX_REFUSALS + 2):
-        await fleet.until(lambda name=f"a/0.{epoch}": name in fleet.cluster.replicas, "asked for")  # type: ignore[misc]
+        await fleet.until(lambda name=f"a/0.{epoch}": name in fleet.cluster.replicas, "requested")  # type: ignore[misc]
         at.append(fleet.controller.state.clock())
         assert (fleet.replica("a/0")["cores"], fleet.replica("a/0")["failures"], quarantine(fleet)) == ("0-3", 0, {})
         await fails(fleet, f"a/0.{epoch}", REFUSED)
@@ -185,7 +185,7 @@ def test_a_restarted_controller_remembers_faults_and_a_new_fleet_retries(tmp_pat
 @starting_fleet(SPEC, loads=False)
 async def test_a_permanent_error_is_not_retried(fleet: Played) -> None:
     """No pause leads to another try; status shows it, and the model is failed, not loading."""
-    await fleet.until(lambda: "a/0.1" in fleet.cluster.replicas, "asked for")
+    await fleet.until(lambda: "a/0.1" in fleet.cluster.replicas, "requested")
     await fails(fleet, "a/0.1", FULL)
     await asyncio.sleep(3000.0)
     replica, model = fleet.replica("a/0"), fleet.model("a")
@@ -204,7 +204,7 @@ def test_a_stopped_replica_is_retried_on_request(ask: str, tmp_path: Path) -> No
         cluster = FakeCluster()
         cluster.loads = False
         async with Played(tmp_path, cluster, SPEC) as fleet:
-            await fleet.until(lambda: len(cluster.replicas) == 3, "asked for")
+            await fleet.until(lambda: len(cluster.replicas) == 3, "requested")
             await fails(fleet, "a/0.1", FULL)
             await fleet.until(lambda: fleet.replica("a/0")["state"] == "failed", "failed")
             await asyncio.sleep(1000.0)

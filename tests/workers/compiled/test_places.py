@@ -65,5 +65,5 @@ def test_no_later_place_is_read_once_one_has_the_set(config: ReplicaConfig, monk
     with entry(Path(str(config.run.compiled)), MANIFEST) as held:
         (held.path / "a.neff").write_bytes(b"neff")
         held.finish("a model")
-    monkeypatch.setattr(SharedSets, "candidates", lambda *_: pytest.fail("the shared cache was asked"))
+    monkeypatch.setattr(SharedSets, "candidates", lambda *_: pytest.fail("the shared cache was read"))
     assert find(unit(config), config).where == "compiled"
