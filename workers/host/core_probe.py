@@ -85,10 +85,10 @@ def probe(request: ProbeRequest, send: Callable[[ProbeReply], None]) -> None:
         if refused is None:
             send(Claimed(at=time.monotonic()))
             signal.pause()
-        elif refused != previous:
+        elif refused != said:
             fault = fault_of(RuntimeError(refused))
             send(ClaimRefused(text=refused, fault="" if fault is None else fault.id))
-            previous = refused
+            said = refused
         if time.monotonic() - began >= request.limit_s:
             return
         time.sleep(RETRY_S)
