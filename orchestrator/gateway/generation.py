@@ -215,7 +215,7 @@ class Generation:
         try:
             for request, choice in zip(requests, choices, strict=True):
                 if parser is not None:
-                    choice.parser = parser()
+                    choice.reader = parser()
                 reply.add(queue.submit(request, reply, trace, terms, exchange.id), choice)
                 trace = None  # only the first of several choices is traced
         except BaseException:

@@ -16,7 +16,7 @@ from orchestrator.gateway.http.exchange import Exchange
 from orchestrator.gateway.openai.answers import Choice, PartsWriter, Text, whole_parts
 from orchestrator.gateway.openai.call_text import completed_object
 from orchestrator.gateway.openai.errors import ApiError
-from orchestrator.gateway.openai.tool_parsers import CallArguments, CallBegin, Content, Event
+from orchestrator.gateway.reading.events import CallArguments, CallBegin, Content, Event
 from workers.messages.requests import FinishReason, TokenEvent
 
 _TYPES: Mapping[int, str] = MappingProxyType(

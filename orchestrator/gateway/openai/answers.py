@@ -17,7 +17,7 @@ from msgspec import UNSET, UnsetType
 from orchestrator.gateway.http.exchange import JSON, Exchange
 from orchestrator.gateway.openai.errors import ApiError
 from orchestrator.gateway.openai.protocol import ChatRequest, CompletionRequest, DocumentText
-from orchestrator.gateway.openai.tool_parsers import CallArguments, CallBegin, Content, Event, ToolParser
+from orchestrator.gateway.reading.events import AnswerReader, CallArguments, CallBegin, Content, Event
 from workers.messages.requests import FinishReason, TokenEvent, TokenLogprobs
 
 _encode = msgspec.json.encode
@@ -235,7 +235,7 @@ class Choice(msgspec.Struct, eq=False):
     echo: str = ""  # the prompt's text, if it is to be repeated
     tokens: int = 0  # generated so far
     offset: int = 0  # characters of token text so far, for text_offset of completions
-    parser: ToolParser | None = None  # if the answer may have tool calls
+    reader: AnswerReader | None = None  # if the answer may have reasoning or tool calls
     written: WrittenLogprobs | None = None  # for logprobs in an answer that is not streamed
     plain: tuple[bytes, bytes] = (b"", b"")  # the bytes before and after the text of an event with text only
 
@@ -349,16 +349,16 @@ class Answer(AnswerWriter, eq=False):
     def body(self, answers: Sequence[tuple[Choice, Sequence[TokenEvent]]]) -> bytes | list[bytes]:
         if len(answers) == 1 and not self.with_ids:
             choice, events = answers[0]
-            if choice.parser is None and choice.written is None:
+            if choice.reader is None and choice.written is None:
                 return self._whole_text(choice, events)
         head, parts = dict(self.head), [b""]
         for choice, events in answers:
             text = choice.echo + "".join([event.text for event in events])
             finish = _finish(events[-1])
             message: dict[str, Any] = {"role": "assistant", "content": text}
-            if choice.parser is not None:
-                message = message_of([*choice.parser.push(text), *choice.parser.flush()])
-                finish = choice.parser.finish_reason(finish)
+            if choice.reader is not None:
+                message = message_of([*choice.reader.push(text), *choice.reader.flush()])
+                finish = choice.reader.finish_reason(finish)
             content = {"message": message} if self.chat else {"text": text}
             tail: dict[str, Any] = {"finish_reason": finish}
             if self.with_ids:
@@ -407,11 +407,11 @@ class Answer(AnswerWriter, eq=False):
     def events(self, choice: Choice, events: Sequence[TokenEvent]) -> bytes:
         lines: list[bytes] = []
         before, behind = choice.plain
-        parser, with_ids, tokens = choice.parser, self.with_ids, 0
+        reader, with_ids, tokens = choice.reader, self.with_ids, 0
         for event in events:
             tokens += len(event.token_ids)
-            if parser is not None:
-                lines += self._parsed(choice, parser, event)
+            if reader is not None:
+                lines += self._read(choice, reader, event)
                 continue
             if event.text and not with_ids and not event.logprobs:
                 lines += (before, _encode(event.text), behind)
@@ -423,16 +423,16 @@ class Answer(AnswerWriter, eq=False):
         choice.tokens += tokens
         return b"".join(lines)
 
-    def _parsed(self, choice: Choice, parser: ToolParser, event: TokenEvent) -> Iterable[bytes]:
+    def _read(self, choice: Choice, reader: AnswerReader, event: TokenEvent) -> Iterable[bytes]:
         """Does what ``events`` does for one event of a text with tool calls."""
-        read = parser.push(event.text) if event.text else []
+        read = reader.push(event.text) if event.text else []
         if event.finish is not None:
-            read = [*read, *parser.flush()]
+            read = [*read, *reader.flush()]
         delta = delta_of(read)
         if delta or event.logprobs or (self.with_ids and event.token_ids):
             yield self._chunk(choice, delta, None, event)
         if event.finish is not None:
-            yield self._chunk(choice, {}, parser.finish_reason(_finish(event)), None)
+            yield self._chunk(choice, {}, reader.finish_reason(_finish(event)), None)
 
     def closing(self, *, include_usage: bool) -> bytes:
         """Returns the end of a stream: the usage, if requested, and `[DONE]`."""
@@ -510,7 +510,7 @@ def _finish(event: TokenEvent) -> str:
 
 
 def message_of(events: Sequence[Event]) -> dict[str, Any]:
-    """Returns the message for all events of an answer; without calls, the same as without a parser."""
+    """Returns the message for all events of an answer; without calls, the same as without a reader."""
     content = "".join(event.text for event in events if isinstance(event, Content))
     calls: list[dict[str, Any]] = []
     for event in events:
@@ -572,11 +572,11 @@ Part = Text | Call
 
 def events_of(choice: Choice, event: TokenEvent) -> list[Event]:
     """Returns what an event adds to the answer; after one with a finish there is nothing to come."""
-    parser = choice.parser
-    if parser is None:
+    reader = choice.reader
+    if reader is None:
         return [Content(event.text)] if event.text else []
-    read = parser.push(event.text) if event.text else []
-    return read if event.finish is None else [*read, *parser.flush()]
+    read = reader.push(event.text) if event.text else []
+    return read if event.finish is None else [*read, *reader.flush()]
 
 
 def whole_parts(choice: Choice, events: Sequence[TokenEvent]) -> list[Part]:

@@ -106,7 +106,7 @@ class Reply(ClientReply, eq=False):
             if ticket.stream.link is None and ticket in self._open:
                 self._queue.renew(ticket, requests[position])
                 choice.prompt_ids, choice.echo = ids[position // copies], echoes[position // copies]
-                choice.parser = None if parser is None else parser()
+                choice.reader = None if parser is None else parser()
         self._note.prompt_tokens = self._answer.prompt_tokens
 
     def leave(self) -> None:

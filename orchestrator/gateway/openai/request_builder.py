@@ -23,7 +23,8 @@ from orchestrator.gateway.openai.protocol import (
     TokenizeChatRequest,
     TokenizeTextRequest,
 )
-from orchestrator.gateway.openai.tool_parsers import FORMATS, Format, ToolParser, detect_format, make_parser
+from orchestrator.gateway.openai.tool_parsers import FORMATS, Format, detect_format, make_parser
+from orchestrator.gateway.reading.events import AnswerReader
 from workers.messages.requests import GenerateRequest
 from workers.text.tokenizer import (
     ChatTemplateError,
@@ -62,7 +63,9 @@ def chat_prompt(request: Chat, tokenizer: PromptTokenizer, most: int | None = No
         raise errors.invalid(f"messages: {error}", param="messages", code="chat_template_failed") from None
 
 
-def tool_parser_for(request: ChatRequest, setting: str, tokenizer: PromptTokenizer) -> Callable[[], ToolParser] | None:
+def tool_parser_for(
+    request: ChatRequest, setting: str, tokenizer: PromptTokenizer
+) -> Callable[[], AnswerReader] | None:
     """Returns a function that makes a parser for each choice; None for an answer that is only text.
 
     ``setting`` is the model's `tool_parser`. Called after ``chat_prompt``, which rejects tools that the template does
@@ -94,7 +97,7 @@ def format_of(setting: str, tokenizer: PromptTokenizer) -> Format | None:
 
 
 # The token ids of each prompt, the text of it to echo, and the factory of tool call parsers.
-Prompts = tuple[list[list[int]], list[str], Callable[[], ToolParser] | None]
+Prompts = tuple[list[list[int]], list[str], Callable[[], AnswerReader] | None]
 
 
 @dataclass(frozen=True)

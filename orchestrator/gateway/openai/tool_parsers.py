@@ -10,58 +10,15 @@ import re
 import secrets
 import string
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal, Protocol
+from typing import Literal
 
 from orchestrator.gateway.openai.call_text import ARGUMENTS, SPACE, CallText, CharacterRole
+from orchestrator.gateway.reading.events import AnswerReader, CallArguments, CallBegin, Content, Event
 
 MAX_HEAD_CHARACTERS = 400  # characters between a marker and the call's JSON
 _OTHERS = ("<function=", "<arg_key>")  # models that write XML inside <tool_call>: Qwen3-Coder, GLM
 _ALPHANUMERIC = string.ascii_letters + string.digits
-
-
-@dataclass(frozen=True, slots=True)
-class Content:
-    """Text that is not part of a call."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class CallBegin:
-    """The start of a call; ``index`` counts from 0, ``name`` is the function."""
-
-    index: int
-    id: str
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class CallArguments:
-    """Another piece of the JSON text of a call's arguments."""
-
-    index: int
-    text: str
-
-
-Event = Content | CallBegin | CallArguments
-
-
-class ToolParser(Protocol):
-    """Reads one answer. The joined events do not depend on how the text is cut into pieces."""
-
-    def push(self, text: str) -> list[Event]:
-        """Returns the new events that are certain with this piece."""
-        ...
-
-    def flush(self) -> list[Event]:
-        """Returns the last events at the end of the text. An incomplete or invalid call becomes content."""
-        ...
-
-    def finish_reason(self, reason: str) -> str:
-        """Returns OpenAI's finish reason; ``reason`` is that of an answer without calls. After ``flush``."""
-        ...
 
 
 NewId = Callable[[], str]
@@ -371,7 +328,7 @@ def detect_format(chat_template: str | None) -> Format | None:
 
 def make_parser(
     format: Format | None, calling: str, *, streamed: bool, only_one: bool = False, name: str = ""
-) -> ToolParser:
+) -> AnswerReader:
     """Returns the parser of one answer. ``calling``: auto, required, or named, which needs the ``name``.
 
     Only ``auto`` needs a format: a required or named call is JSON with any model. The call's id suits the format's chat

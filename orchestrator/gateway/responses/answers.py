@@ -21,7 +21,7 @@ from orchestrator.gateway.openai.answers import (
     whole_parts,
 )
 from orchestrator.gateway.openai.errors import ApiError
-from orchestrator.gateway.openai.tool_parsers import CallBegin, Content, Event
+from orchestrator.gateway.reading.events import CallBegin, Content, Event
 from orchestrator.gateway.responses.requests import ResponsesChat, ResponsesRequest
 from workers.messages.requests import FinishReason, TokenEvent
 

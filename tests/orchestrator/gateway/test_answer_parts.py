@@ -42,7 +42,7 @@ def events_of(text: str, cuts: Sequence[int], finish: FinishReason) -> list[Toke
 def choice_for(calling: str, *, streamed: bool) -> Choice:
     format: Format = "hermes"
     parser = make_parser(format, calling, streamed=streamed, name="f") if calling else None
-    return Choice(0, [1, 2, 3], parser=parser)
+    return Choice(0, [1, 2, 3], reader=parser)
 
 
 def message(text: str, cuts: Sequence[int], finish: FinishReason, calling: str) -> dict[str, Any]:

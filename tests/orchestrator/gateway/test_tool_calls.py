@@ -10,13 +10,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from orchestrator.gateway.openai.tool_parsers import (
+from orchestrator.gateway.openai.tool_parsers import detect_format, make_parser
+from orchestrator.gateway.reading.events import (
     CallArguments,
     CallBegin,
     Content,
     Event,
-    detect_format,
-    make_parser,
 )
 from tests.searches import search
 from tests.tiers import everyday

@@ -1,0 +1,1 @@
+"""Reads the text of answers: reasoning, content and tool calls."""
