@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from placements.engines.capabilities import LLAMA_ROPES, NEURON_INDEX, Capabilities, OptionRange, Unused
-from placements.facts.versions import order
+from placements.facts.versions import order, reaches, series
 
 OptimumEra = Literal["tnx", "nxd"]
 """Optimum Neuron over transformers-neuronx, or with its own backend on NeuronX Distributed."""
@@ -20,6 +20,7 @@ OPTIMUM_FAMILIES: Mapping[OptimumEra, tuple[str, ...]] = {
 
 OPTIMUM_FIRST = (0, 4, 2)
 """The first version of Optimum Neuron whose NxD backend has the interface that is used here."""
+OPTIMUM_LAST = "0.4"
 
 
 def optimum_era(version: str) -> OptimumEra | None:
@@ -32,6 +33,10 @@ def optimum_era(version: str) -> OptimumEra | None:
 
 class OptimumCapabilities(Capabilities):
     """What Optimum Neuron can do."""
+
+    def planned_as(self, version: str) -> str:
+        """By the last series whose code was run."""
+        return "" if reaches(OPTIMUM_LAST, series(version)) else OPTIMUM_LAST
 
     def serves(self, model_type: str, machines: str | None = None, version: str | None = None) -> bool:
         """By the era of the version."""
@@ -53,7 +58,6 @@ CAPABILITIES = OptimumCapabilities(
     exports_graphs=True,
     unused=(Unused(("buckets", "fuse_qkv", "compiler"), "remove {field}", ", which chooses it itself"),),
     not_on=frozenset({"trn3"}),
-    versions=("0.4",),
     absent="not in AWS's images; see docs/engines.md",
 )
 """``prefill_chunk_size``: tokens of a prompt in one run, from Optimum Neuron 0.4.6 on; 0: all. In 0.4.5, Qwen's
