@@ -46,7 +46,21 @@ MAX_HOSTS = 4096
 
 GroupQueryAttention = Literal["shard-over-heads", "shard-over-batch", "replicated-heads", "all-gather-heads"]
 Sampling = Literal["host", "device"]
-ToolParser = Literal["auto", "hermes", "llama3", "mistral", "none"]
+ToolParser = Literal[  # families by their signs in chat templates, the most specific first
+    "auto",
+    "harmony",
+    "kimi",
+    "deepseek",
+    "mistral",
+    "qwen3_coder",
+    "glm",
+    "granite",
+    "phi4",
+    "hermes",
+    "pythonic",
+    "llama3",
+    "none",
+]
 QueueOrder = Literal["fair", "deadline"]
 
 Aliases = Annotated[

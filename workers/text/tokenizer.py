@@ -107,6 +107,11 @@ class PromptTokenizer(Protocol):
         """Returns the template of chats with or without tools; None where there is none."""
         ...
 
+    @property
+    def response_template(self) -> str | None:
+        """The checkpoint's description of answers, as JSON (transformers' `response_template`); None: it has none."""
+        ...
+
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text of ids, including special tokens; unknown ids are left out."""
         ...
@@ -229,6 +234,10 @@ class ByteTokenizer:
         return self.encode("".join(lines) + ("assistant:" if chat.add_generation_prompt else ""), most=most)
 
     def chat_template(self, tools: bool) -> str | None:
+        return None
+
+    @property
+    def response_template(self) -> str | None:
         return None
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -365,6 +374,11 @@ class HubTokenizer:
         if isinstance(template, Mapping):
             template = (template.get("tool_use") if tools else None) or template.get("default")
         return None if template is None else str(template)
+
+    @property
+    def response_template(self) -> str | None:
+        template = self._hub.init_kwargs.get("response_template") or getattr(self._hub, "response_template", None)
+        return json.dumps(template) if isinstance(template, dict) else None
 
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self._fast.decode_batch([list(ids)], skip_special_tokens=False)[0]  # `decode` holds the GIL

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from operator import attrgetter
 from typing import Any
 
@@ -23,8 +23,17 @@ from orchestrator.gateway.openai.protocol import (
     TokenizeChatRequest,
     TokenizeTextRequest,
 )
-from orchestrator.gateway.openai.tool_parsers import FORMATS, Format, detect_format, make_parser
 from orchestrator.gateway.reading.events import AnswerReader
+from orchestrator.gateway.reading.families import format_of
+from orchestrator.gateway.reading.reader import (
+    ForcedReader,
+    NamedReader,
+    NewId,
+    RequiredReader,
+    TemplateReader,
+    call_id,
+    mistral_id,
+)
 from workers.messages.requests import GenerateRequest
 from workers.text.tokenizer import (
     ChatTemplateError,
@@ -63,40 +72,58 @@ def chat_prompt(request: Chat, tokenizer: PromptTokenizer, most: int | None = No
         raise errors.invalid(f"messages: {error}", param="messages", code="chat_template_failed") from None
 
 
-def tool_parser_for(
-    request: ChatRequest, setting: str, tokenizer: PromptTokenizer
-) -> Callable[[], AnswerReader] | None:
-    """Returns a function that makes a parser for each choice; None for an answer that is only text.
+MESSAGE_TOKENS = 64  # at the end of a prompt, in which the answer's message begins
+CONTINUED_TOKENS = 4096  # of a message that the answer continues
 
-    ``setting`` is the model's `tool_parser`. Called after ``chat_prompt``, which rejects tools that the template does
-    not support. Raises ApiError 400 if calls are allowed but could not be read.
+
+def reader_for(
+    request: ChatRequest, setting: str, tokenizer: PromptTokenizer, ids: Sequence[int]
+) -> Callable[[], AnswerReader] | None:
+    """Returns a function that makes a reader for each choice; None for an answer that is only text.
+
+    ``setting`` is the model's `tool_parser`, ``ids`` the prompt. Called after ``chat_prompt``, which rejects tools that
+    the template does not support. Special tokens then stay in the text, since some mark calls or reasoning; the tokens
+    that end an answer are never part of it. Raises ApiError 400 if calls are allowed but could not be read.
     """
     calling = request.calling
-    if calling == "none":
-        return None
-    format = format_of(setting, tokenizer)
-    only_one = request.parallel_tool_calls is False
-    streamed = bool(request.stream)
-    if isinstance(calling, NamedTool):
-        name = calling.function.name
-        return lambda: make_parser(format, "named", streamed=streamed, name=name)
-    if calling == "auto" and format is None:
+    format = format_of(setting, tokenizer.chat_template(tools=calling != "none"), tokenizer.response_template)
+    if calling == "auto" and (format is None or not format.has_calls):
         message = (
             f"{request.model}: the format of this model's tool calls is unknown; send tool_choice 'required' or a "
             "function's name, which work with any model, or set the model's tool_parser in the spec"
         )
         raise errors.invalid(message, param="tool_choice", code="tools_not_supported")
-    return lambda: make_parser(format, calling, streamed=streamed, only_one=only_one)
+    has_reasoning = format is not None and format.template.has_reasoning
+    new_id = mistral_id if format is not None and format.has_short_ids else call_id
+    streamed, only_one = bool(request.stream), request.parallel_tool_calls is False
+    if not has_reasoning and calling != "auto":
+        return None if calling == "none" else partial(_forced, calling, new_id, streamed=streamed, only_one=only_one)
+    assert format is not None
+    request.skip_special_tokens = False
+    end = ids[-(CONTINUED_TOKENS if request.continue_final_message else MESSAGE_TOKENS) :]
+    tools = {tool.function.name: tool.schema() for tool in request.tools or ()}
+    read = partial(
+        TemplateReader,
+        format.template,
+        new_id,
+        message=format.template.message_start(tokenizer.decode(end)),
+        tools=tools if calling == "auto" else None,
+        streamed=streamed,
+        only_one=only_one,
+    )
+    if calling in ("none", "auto"):
+        return read
+    return lambda: ForcedReader(read(), _forced(calling, new_id, streamed=streamed, only_one=only_one))
 
 
-def format_of(setting: str, tokenizer: PromptTokenizer) -> Format | None:
-    """Returns the format of the model's calls by its `tool_parser`; `auto` detects it in the chat template."""
-    if setting == "auto":
-        return detect_format(tokenizer.chat_template(tools=True))
-    return next((format for format in FORMATS if format == setting), None)
+def _forced(calling: str | NamedTool, new_id: NewId, *, streamed: bool, only_one: bool) -> AnswerReader:
+    """Returns the reader of a call that guided decoding forces, which is JSON with any model."""
+    if isinstance(calling, NamedTool):
+        return NamedReader(calling.function.name, new_id)
+    return RequiredReader(new_id, streamed=streamed, only_one=only_one)
 
 
-# The token ids of each prompt, the text of it to echo, and the factory of tool call parsers.
+# The token ids of each prompt, the text of it to echo, and the factory of readers of answers.
 Prompts = tuple[list[list[int]], list[str], Callable[[], AnswerReader] | None]
 
 
@@ -140,7 +167,7 @@ def _prompts_within(
     """Tokenizes the prompts. Raises TooManyTokens for a prompt of more than ``most`` tokens."""
     if isinstance(request, ChatRequest):
         ids = chat_prompt(request, tokenizer, most)
-        return [ids], [""], tool_parser_for(request, tool_parser, tokenizer)
+        return [ids], [""], reader_for(request, tool_parser, tokenizer, ids)
     parts = request.prompts()
     try:
         prompts = [
