@@ -288,7 +288,7 @@ class ModelSpec(Frozen):
     """The system that added the model to the running fleet, and removes it: `sagemaker`
     ([sagemaker.md](sagemaker.md)). Not in `defaults`."""
     tool_parser: Live[ToolParser] = "auto"
-    """The format of the model's tool calls. `auto` detects it from the chat template; `none` disables tools. See
+    """The format of the model's tool calls. `auto` detects it; `none` returns answers as text. See
     Tools."""
     threads: Process[
         Annotated[

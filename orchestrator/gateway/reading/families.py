@@ -35,7 +35,7 @@ ASSISTANTS = (  # the beginnings of an answer in prompts
 )
 
 
-class Family(msgspec.Struct, frozen=True):
+class AnswerFamily(msgspec.Struct, frozen=True):
     """A format of ours."""
 
     signs: tuple[str, ...]  # texts in chat templates, one of which is enough
@@ -59,10 +59,10 @@ class AnswerFormat(msgspec.Struct, frozen=True):
 
 
 @cache
-def families() -> Mapping[str, Family]:
+def families() -> Mapping[str, AnswerFamily]:
     """Returns the formats of ours by name."""
     text = resources.files(__package__).joinpath("families.json").read_text("utf-8")
-    return msgspec.convert(json.loads(text), dict[str, Family])
+    return msgspec.convert(json.loads(text), dict[str, AnswerFamily])
 
 
 @cache

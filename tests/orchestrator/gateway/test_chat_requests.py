@@ -68,14 +68,13 @@ def test_an_invalid_message_is_rejected(message: dict[str, Any], says: str) -> N
 
 
 def test_calls_are_possible_only_with_tools() -> None:
-    """`auto` by default; special tokens, which mark calls, then stay in the text."""
+    """`auto` by default."""
     assert (read().calling, read(tools=[]).calling, read(tools=None).calling) == ("none",) * 3
     auto = read(tools=[tool("f")])
-    assert (auto.calling, auto.skip_special_tokens, auto.guide()) == ("auto", False, None)
+    assert (auto.calling, auto.guide()) == ("auto", None)
     none = read(tools=[tool("f")], tool_choice="none", response_format={"type": "json_object"})
-    assert (none.calling, none.skip_special_tokens) == ("none", None)
+    assert none.calling == "none"
     assert none.guide() == '{"type": "object"}'
-    assert read(tools=[tool("f")], tool_choice="required").skip_special_tokens is None
 
 
 def test_a_named_call_has_the_schema_of_its_function() -> None:
