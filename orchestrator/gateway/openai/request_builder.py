@@ -23,6 +23,7 @@ from orchestrator.gateway.openai.protocol import (
     TokenizeChatRequest,
     TokenizeTextRequest,
 )
+from orchestrator.gateway.openai.template_variables import template_variables
 from orchestrator.gateway.openai.tool_parsers import FORMATS, Format, detect_format, make_parser
 from orchestrator.gateway.reading.events import AnswerReader
 from workers.messages.requests import GenerateRequest
@@ -51,7 +52,7 @@ def chat_prompt(request: Chat, tokenizer: PromptTokenizer, most: int | None = No
             tools or None,
             add_generation_prompt=request.add_generation_prompt is not False,
             continue_final_message=bool(request.continue_final_message),
-            template_kwargs=request.chat_template_kwargs,
+            template_kwargs=template_variables(request, tokenizer.chat_template(bool(tools))),
             add_special_tokens=isinstance(request, TokenizeChatRequest) and bool(request.add_special_tokens),
         )
         return tokenizer.apply_chat_template(chat, most)
@@ -167,13 +168,17 @@ def requests_for(
     limits: RequestLimits,
     default_tokens: int | None,
     ids: Iterator[str],
+    *,
+    is_read: bool = False,
 ) -> list[GenerateRequest]:
     """Returns ``n`` requests for each prompt, in order, with the next ``ids``. ``default_tokens`` None: the rest of
-    max_len.
+    max_len. ``is_read``: the answer is read piece by piece, also if it is not streamed.
 
     Raises ApiError 400 with the numbers for a prompt that is empty, too long, or has ids outside the vocabulary.
     """
     options, seed, copies = _options(request, limits), request.seed, request.n or 1
+    if not request.stream and not is_read:
+        options["whole"] = True
     checks_ids = isinstance(request, CompletionRequest) and not isinstance(request.prompt, str)
     requests = []
     for prompt in prompts:
@@ -208,8 +213,6 @@ def _options(request: ChatRequest | CompletionRequest, limits: RequestLimits) ->
         options["logprobs"] = logprobs
     if (guide := request.guide()) is not None:
         options["guide"] = guide
-    if not request.stream:
-        options["whole"] = True
     return options
 
 
