@@ -46,13 +46,14 @@ def chat_prompt(request: Chat, tokenizer: PromptTokenizer, most: int | None = No
     messages = [message.for_template(position) for position, message in enumerate(request.messages)]
     forbids = isinstance(request, ChatRequest) and request.calling == "none"
     tools = None if forbids else [tool.for_template() for tool in request.tools or ()]
+    template = None if request.reasoning_effort is None else tokenizer.chat_template(bool(tools))
     try:
         chat = TemplateInput(
             messages,
             tools or None,
             add_generation_prompt=request.add_generation_prompt is not False,
             continue_final_message=bool(request.continue_final_message),
-            template_kwargs=template_variables(request, tokenizer.chat_template(bool(tools))),
+            template_kwargs=template_variables(request, template),
             add_special_tokens=isinstance(request, TokenizeChatRequest) and bool(request.add_special_tokens),
         )
         return tokenizer.apply_chat_template(chat, most)

@@ -12,11 +12,12 @@ _USUAL: tuple[Effort, ...] = ("low", "medium", "high")
 
 
 def template_variables(request: Chat, template: str | None) -> dict[str, Any]:
-    """Returns the variables for a template. Each family has its own names, and ignores those of others:
+    """Returns the variables for a template, which need not be known without an effort. Each family has its own names,
+    and ignores those of others:
 
     - `enable_thinking`: Qwen3, GLM, Gemma; `thinking`: DeepSeek, Granite, Kimi
     - `thinking_budget`: Seed-OSS
-    - `reasoning_effort`: gpt-oss, Mistral, GLM
+    - `reasoning_effort`: gpt-oss, Mistral, GLM; `thinking_effort`: Kimi
 
     Those of `chat_template_kwargs` come before all others.
     """
@@ -28,8 +29,9 @@ def template_variables(request: Chat, template: str | None) -> dict[str, Any]:
     variables: dict[str, Any] = {} if thinks is None else {"enable_thinking": thinks, "thinking": thinks}
     if budget is not None or thinks is False:
         variables["thinking_budget"] = 0 if thinks is False else budget
-    if effort is not None and template is not None and "reasoning_effort" in template:
-        variables["reasoning_effort"] = _nearest(effort, template)
+    if effort is not None and template is not None:
+        names = [name for name in ("reasoning_effort", "thinking_effort") if name in template]
+        variables |= dict.fromkeys(names, _nearest(effort, template))
     return {**variables, **(request.chat_template_kwargs or {})}
 
 
