@@ -23,7 +23,7 @@ from orchestrator.gateway.openai.protocol import (
     TokenizeChatRequest,
     TokenizeTextRequest,
 )
-from orchestrator.gateway.openai.template_variables import template_variables
+from orchestrator.gateway.openai.template_variables import template_variables, thinking_budget
 from orchestrator.gateway.openai.tool_parsers import FORMATS, Format, detect_format, make_parser
 from orchestrator.gateway.reading.events import AnswerReader
 from workers.messages.requests import GenerateRequest
@@ -214,6 +214,8 @@ def _options(request: ChatRequest | CompletionRequest, limits: RequestLimits) ->
         options["logprobs"] = logprobs
     if (guide := request.guide()) is not None:
         options["guide"] = guide
+    if isinstance(request, ChatRequest) and (budget := thinking_budget(request)) is not None:
+        options["reasoning_budget"] = budget
     return options
 
 

@@ -21,11 +21,10 @@ def template_variables(request: Chat, template: str | None) -> dict[str, Any]:
 
     Those of `chat_template_kwargs` come before all others.
     """
-    thinking, effort, budget = request.thinking, request.reasoning_effort, request.thinking_token_budget
+    effort, budget = request.reasoning_effort, thinking_budget(request)
     thinks = False if effort == "none" else None  # None: as the template does by itself
-    if thinking is not None:
-        thinks = thinking.type != "disabled"
-        budget = thinking.budget_tokens if budget is None else budget
+    if request.thinking is not None:
+        thinks = request.thinking.type != "disabled"
     variables: dict[str, Any] = {} if thinks is None else {"enable_thinking": thinks, "thinking": thinks}
     if budget is not None or thinks is False:
         variables["thinking_budget"] = 0 if thinks is False else budget
@@ -33,6 +32,13 @@ def template_variables(request: Chat, template: str | None) -> dict[str, Any]:
         names = [name for name in ("reasoning_effort", "thinking_effort") if name in template]
         variables |= dict.fromkeys(names, _nearest(effort, template))
     return {**variables, **(request.chat_template_kwargs or {})}
+
+
+def thinking_budget(request: Chat) -> int | None:
+    """Returns the most tokens of reasoning; None for no limit of its own."""
+    if request.thinking_token_budget is not None or request.thinking is None:
+        return request.thinking_token_budget
+    return request.thinking.budget_tokens
 
 
 def _nearest(effort: Effort, template: str) -> Effort:
