@@ -245,7 +245,7 @@ class Choice(msgspec.Struct, eq=False):
     shows_reasoning: bool = True  # else it is counted, but left out
     reasoning_tokens: int = 0
     reasons: bool = False  # the last text that was read is reasoning
-    gathered: list[Event] = []  # what was read of an answer that is not streamed
+    gathered: list[Event] | None = None  # what was read of an answer that is not streamed
     taken: int = 0  # the token events that were gathered
     attempt: int = 0  # of the request: a retry discards what was gathered
     written: WrittenLogprobs | None = None  # for logprobs in an answer that is not streamed
@@ -270,8 +270,10 @@ class Choice(msgspec.Struct, eq=False):
         ``events`` are those of the ``attempt`` so far. Reading all at the end could block the event loop."""
         if attempt != self.attempt:
             assert self.new_reader is not None
-            self.attempt, self.reader, self.gathered, self.taken = attempt, self.new_reader(), [], 0
+            self.attempt, self.reader, self.gathered = attempt, self.new_reader(), None
             self.reasoning_tokens, self.reasons = 0, False
+        if self.gathered is None:
+            self.gathered, self.taken = [], 0
         for position in range(self.taken, len(events)):
             self.gathered += self.read(events[position])
         self.taken = len(events)

@@ -12,8 +12,7 @@ _USUAL: tuple[Effort, ...] = ("low", "medium", "high")
 
 
 def template_variables(request: Chat, template: str | None) -> dict[str, Any]:
-    """Returns the variables for a template, which need not be known without an effort. Each family has its own names,
-    and ignores those of others:
+    """Returns the variables for a template. Each family has its own names, and ignores those of others:
 
     - `enable_thinking`: Qwen3, GLM, Gemma; `thinking`: DeepSeek, Granite, Kimi
     - `thinking_budget`: Seed-OSS
@@ -21,10 +20,10 @@ def template_variables(request: Chat, template: str | None) -> dict[str, Any]:
 
     Those of `chat_template_kwargs` come before all others.
     """
-    effort, budget = request.reasoning_effort, thinking_budget(request)
+    effort, thinking, budget = request.reasoning_effort, request.thinking, thinking_budget(request)
     thinks = False if effort == "none" else None  # None: as the template does by itself
-    if request.thinking is not None:
-        thinks = request.thinking.type != "disabled"
+    if thinking is not None:
+        thinks = thinking.type != "disabled"
     variables: dict[str, Any] = {} if thinks is None else {"enable_thinking": thinks, "thinking": thinks}
     if budget is not None or thinks is False:
         variables["thinking_budget"] = 0 if thinks is False else budget

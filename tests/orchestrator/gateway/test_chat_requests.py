@@ -62,6 +62,7 @@ GLM = "{%- set effort = reasoning_effort if reasoning_effort in ['low', 'high'] 
     ("template", "fields", "variables"),
     [
         (GPT_OSS, {}, {}),
+        (GPT_OSS, {"chat_template_kwargs": {"a": 1}}, {"a": 1}),
         (GPT_OSS, {"reasoning_effort": "low"}, {"reasoning_effort": "low"}),
         (GPT_OSS, {"reasoning_effort": "xhigh"}, {"reasoning_effort": "high"}),
         (MISTRAL, {"reasoning_effort": "medium"}, {"reasoning_effort": "high"}),
