@@ -24,6 +24,7 @@ _encode = msgspec.json.encode
 EVENTS = b"text/event-stream; charset=utf-8"
 DONE = b"data: [DONE]\n\n"
 WAITING = b": waiting\n\n"  # a comment, which clients of server-sent events skip
+HIDDEN_TOKENS = 64  # of reasoning that a stream leaves out, after which it gets a comment or a ping
 LARGE_BYTES = 2**20  # a larger answer is written in parts: joining them would block all streams
 
 
@@ -244,7 +245,8 @@ class Choice(msgspec.Struct, eq=False):
     new_reader: Callable[[], AnswerReader] | None = None  # makes the reader of a retry
     shows_reasoning: bool = True  # else it is counted, but left out
     reasoning_tokens: int = 0
-    reasons: bool = False  # the last text that was read is reasoning
+    pending: int = 0  # tokens since the last text that was read, of which it is not known yet what they are
+    hidden: int = 0  # tokens of reasoning at the last comment or ping in their place
     gathered: list[Event] | None = None  # what was read of an answer that is not streamed
     taken: int = 0  # the token events that were gathered
     attempt: int = 0  # of the request: a retry discards what was gathered
@@ -259,10 +261,13 @@ class Choice(msgspec.Struct, eq=False):
         read = reader.push(event.text) if event.text else []
         if event.finish is not None:
             read = [*read, *reader.flush()]
+        self.pending += len(event.token_ids)
         if read:
-            self.reasons = isinstance(read[-1], Reasoning)
-        if self.reasons:
-            self.reasoning_tokens += len(event.token_ids)
+            if isinstance(read[0], Reasoning):
+                self.reasoning_tokens += self.pending
+            elif any(isinstance(part, Reasoning) for part in read):
+                self.reasoning_tokens += len(event.token_ids)
+            self.pending = 0
         return read if self.shows_reasoning else [part for part in read if not isinstance(part, Reasoning)]
 
     def gather(self, events: Sequence[TokenEvent], attempt: int = 0) -> list[Event]:
@@ -271,7 +276,7 @@ class Choice(msgspec.Struct, eq=False):
         if attempt != self.attempt:
             assert self.new_reader is not None
             self.attempt, self.reader, self.gathered = attempt, self.new_reader(), None
-            self.reasoning_tokens, self.reasons = 0, False
+            self.reasoning_tokens = self.pending = 0
         if self.gathered is None:
             self.gathered, self.taken = [], 0
         for position in range(self.taken, len(events)):
@@ -326,6 +331,14 @@ class AnswerWriter(msgspec.Struct, eq=False, kw_only=True):
         """Returns server-sent events for the tokens since the last call, after ``opening``; empty for tokens without
         text so far."""
         raise NotImplementedError
+
+    def silence(self, choice: Choice) -> bytes:
+        """Returns what a stream gets when its events are empty: now and then a comment or a ping in place of reasoning,
+        so that proxies keep the connection open."""
+        if choice.reasoning_tokens - choice.hidden < HIDDEN_TOKENS:
+            return b""
+        choice.hidden = choice.reasoning_tokens
+        return self.keep_alive
 
     def closing(self, *, include_usage: bool) -> bytes:
         """Returns the end of a stream."""

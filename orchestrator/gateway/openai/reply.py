@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from orchestrator.gateway.serving.model_queue import ModelQueue
     from orchestrator.gateway.telemetry.gateway_metrics import GatewayMetrics, ModelMetrics
 
-HIDDEN_TOKENS = 64  # of reasoning that a stream leaves out, after which it gets a comment or a ping
 REFUSED = (FinishReason.INVALID, FinishReason.ERROR, FinishReason.UNSERVED)
 
 
@@ -185,9 +184,7 @@ class Reply(ClientReply, eq=False):
         if not self._opened:
             opening = b"".join([answer.opening(choice) for choice in self._choices.values()])
         choice = self._choices[ticket]
-        piece = opening + answer.events(choice, ticket.stream.take())
-        if not piece and choice.reasons and choice.reasoning_tokens % HIDDEN_TOKENS == 0:
-            piece = answer.keep_alive
+        piece = opening + (answer.events(choice, ticket.stream.take()) or answer.silence(choice))
         if not self._open:
             piece += answer.closing(include_usage=self._include_usage)
         if not self._opened:

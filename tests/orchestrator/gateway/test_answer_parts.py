@@ -12,8 +12,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from orchestrator.gateway.anthropic.answers import MessagesAnswer
-from orchestrator.gateway.openai.answers import Answer, ChatCompletion, Choice
+from orchestrator.gateway.anthropic.answers import PING, MessagesAnswer
+from orchestrator.gateway.openai.answers import HIDDEN_TOKENS, Answer, ChatCompletion, Choice
 from orchestrator.gateway.openai.call_text import completed_object
 from orchestrator.gateway.openai.errors import engine_failed
 from orchestrator.gateway.openai.tool_parsers import Format, make_parser
@@ -237,9 +237,9 @@ def test_a_joined_chat_equals_the_one_that_is_not_streamed(text: str, cuts: list
 
 
 def test_tokens_of_reasoning_are_counted() -> None:
-    """Those that the reader read as reasoning, with the mark behind it."""
-    tokens = [*events_of("Hm, well.</think>Yes.", (3, 9, 17), FinishReason.STOP)]
-    choice = choice_for("thinking", streamed=True)
+    """Those that the reader read as reasoning, with the mark before it, and not those of the call behind it."""
+    tokens = events_of(f"Hm, well.</think>{CALL}", (3, 9, 17, 30), FinishReason.STOP)
+    choice = choice_for("thinking", streamed=False)
     choice.read(TokenEvent(id="r", text="<think>", token_ids=[5]))
 
     for event in tokens:
@@ -258,6 +258,19 @@ def test_a_retry_reads_its_answer_from_the_beginning() -> None:
     assert choice.reasoning_tokens == 0
 
 
+def test_a_stream_that_leaves_reasoning_out_gets_pings() -> None:
+    """A proxy could close a connection that is silent for minutes."""
+    choice = choice_for("thinking", streamed=True)
+    choice.shows_reasoning = False
+    answer = MessagesAnswer("msg-1", "m", 99, "r1", choices=[choice])
+    thought = TokenEvent(id="r", text="Hm", token_ids=[5] * (HIDDEN_TOKENS // 2))
+    choice.read(TokenEvent(id="r", text="<think>"))
+
+    written = [answer.events(choice, [thought]) or answer.silence(choice) for _ in range(6)]
+
+    assert written == [b"", PING] * 3
+
+
 def test_reasoning_that_is_hidden_is_counted() -> None:
     """Of a client that has not requested it."""
     choice = choice_for("thinking", streamed=True)
@@ -266,7 +279,7 @@ def test_reasoning_that_is_hidden_is_counted() -> None:
     chunks = chat_chunks(THOUGHT + "Yes.", (10,), FinishReason.STOP, choice)
 
     assert "Hm" not in json.dumps(chunks)
-    assert chunks[-1]["usage"]["completion_tokens_details"] == {"reasoning_tokens": 1}
+    assert chunks[-1]["usage"]["completion_tokens_details"] == {"reasoning_tokens": 2}
 
 
 @pytest.mark.parametrize(
