@@ -19,18 +19,20 @@ PROMPT_END_TOKENS = 64  # of a prompt, where the template may have begun the rea
 
 
 class ReasoningMarks(NamedTuple):
-    """The token ids that begin and end reasoning."""
+    """The token ids that begin reasoning, and the one that ends it."""
 
     begin: list[int]
-    end: list[int]
+    end: int
 
 
 def reasoning_marks(tokenizer: Tokenizer) -> ReasoningMarks | None:
-    """Returns the marks of a model's reasoning; None without a chat template that has known ones."""
+    """Returns the marks of a model's reasoning; None without a chat template that has known ones. An end of several
+    tokens does not count: a model could write it in others, and would then end its reasoning twice."""
     template = tokenizer.chat_template(tools=False) or ""
     for begin, end in MARKS:
         if begin in template and end in template:
-            return ReasoningMarks(*(tokenizer.encode(mark, add_special_tokens=False) for mark in (begin, end)))
+            first, last = (tokenizer.encode(mark, add_special_tokens=False) for mark in (begin, end))
+            return ReasoningMarks(first, last[0]) if len(last) == 1 else None
     return None
 
 
@@ -49,19 +51,15 @@ class ReasoningBudget:
     def __init__(self, budget: int, marks: ReasoningMarks, prompt_ids: Sequence[int]) -> None:
         self._left = budget
         self._marks = marks
-        self._last: list[int] = []  # as many tokens as a mark has
+        self._last: list[int] = []  # as many tokens as the begin has
         self._is_open = False
         for token in prompt_ids[-PROMPT_END_TOKENS:]:
             self._follow(token)
 
     @property
     def forced(self) -> int | None:
-        """The only id that may come next: the next one of the end's mark, once the budget is used up."""
-        if not self._is_open or self._left > 0:
-            return None
-        end = self._marks.end
-        last = self._last
-        return end[next(n for n in range(len(end) - 1, -1, -1) if last[len(last) - n :] == end[:n])]
+        """The only id that may come next: the end's, once the budget is used up."""
+        return self._marks.end if self._is_open and self._left <= 0 else None
 
     def record(self, token: int) -> None:
         """Counts a token of the answer."""
@@ -70,7 +68,5 @@ class ReasoningBudget:
 
     def _follow(self, token: int) -> None:
         begin, end = self._marks
-        self._last = [*self._last, token][-max(len(begin), len(end)) :]
-        mark = end if self._is_open else begin
-        if self._last[-len(mark) :] == mark:
-            self._is_open = not self._is_open
+        self._last = [*self._last, token][-len(begin) :]
+        self._is_open = self._last == begin or (self._is_open and token != end)

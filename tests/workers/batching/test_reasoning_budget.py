@@ -5,14 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer as FastTokenizer
 
-from tests.checkpoints import EOS_ID, VOCAB_SIZE, save_tokenizer
+from tests.checkpoints import EOS_ID, save_tokenizer
 from tests.workers.tables import TableEngine, answers, table
 from workers.batching.reasoning_budget import ReasoningBudget, ReasoningMarks, reasoning_marks
 from workers.messages.requests import GenerateRequest
 from workers.text.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
-MARKS = ReasoningMarks([1, 2], [3, 4, 3, 5])
+MARKS = ReasoningMarks([1, 2], 3)
 
 
 def forced(budget: ReasoningBudget, tokens: list[int]) -> list[int | None]:
@@ -27,12 +28,12 @@ def forced(budget: ReasoningBudget, tokens: list[int]) -> list[int | None]:
 @pytest.mark.parametrize(
     ("prompt", "tokens", "ids"),
     [
-        ([9, 1, 2], [9, 9, 3, 4, 3, 5, 9], [None, None, 3, 4, 3, 5, None, None]),  # the prompt has begun it
-        ([9], [1, 2, 9, 9, 3, 4, 3, 5], [None, None, None, None, 3, 4, 3, 5, None]),  # the answer begins it
+        ([9, 1, 2], [9, 9, 3, 9], [None, None, 3, None, None]),  # the prompt has begun it
+        ([9], [1, 2, 9, 9, 3], [None, None, None, None, 3, None]),  # the answer begins it
         ([9], [9, 9, 9, 9], [None] * 5),  # nothing begins it
-        ([1, 2, 9, 3, 4, 3, 5], [9, 9, 9], [None] * 4),  # it has ended in the prompt
-        ([1, 2], [3, 4, 3, 5], [None, None, 3, 5, None]),  # its end has begun within the budget
-        ([1, 2], [9, 9, 3, 4, 3, 5, 1, 2], [None, None, 3, 4, 3, 5, None, None, 3]),  # begun once more
+        ([1, 2, 9, 3], [9, 9, 9], [None] * 4),  # it has ended in the prompt
+        ([1, 2], [3, 9, 9], [None] * 4),  # it ends within the budget
+        ([1, 2], [9, 9, 3, 1, 2, 3], [None, None, 3, None, None, 3, None]),  # it begins once more
     ],
 )
 def test_only_the_end_may_follow_a_budget_that_is_used_up(
@@ -44,18 +45,23 @@ def test_only_the_end_may_follow_a_budget_that_is_used_up(
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    path: Path = tmp_path_factory.mktemp("tokenizer")
+    path = tmp_path_factory.mktemp("tokenizer")
     save_tokenizer(path, "{{ '<think>' }}{{ messages[0].content }}{{ '</think>' }}")
+    fast = FastTokenizer.from_file(str(path / "tokenizer.json"))
+    fast.add_tokens(["</think>"])
+    fast.save(str(path / "tokenizer.json"))
     return load_tokenizer("cpu", str(path))
 
 
-def test_the_marks_are_those_of_the_chat_template(tokenizer: Tokenizer) -> None:
-    """Some models have none."""
+def test_the_marks_are_those_of_the_chat_template(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """Some models have none, or an end of several tokens."""
     marks = reasoning_marks(tokenizer)
 
     assert marks is not None
-    assert [tokenizer.decode(ids) for ids in marks] == ["<think>", "</think>"]
-    assert reasoning_marks(ByteTokenizer()) is None
+    assert (tokenizer.decode(marks.begin), tokenizer.decode([marks.end])) == ("<think>", "</think>")
+    save_tokenizer(tmp_path, "<think></think>")
+    for other in (load_tokenizer("cpu", str(tmp_path)), ByteTokenizer()):
+        assert reasoning_marks(other) is None
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -72,10 +78,10 @@ def test_a_batcher_ends_the_reasoning(
         GenerateRequest(id="b", prompt_ids=marks.begin, **limits),  # type: ignore[arg-type]
     ]
 
-    got = answers(TableEngine(table(VOCAB_SIZE, spread=2.0), eos=[EOS_ID]), requests, tokenizer)
+    got = answers(TableEngine(table(tokenizer.vocab_size, spread=2.0), eos=[EOS_ID]), requests, tokenizer)
 
     if length is None:
         assert got.ids("a") == got.ids("b")
     else:
-        assert got.ids("a")[: length + len(marks.end)] == [*got.ids("b")[:length], *marks.end]
+        assert got.ids("a")[: length + 1] == [*got.ids("b")[:length], marks.end]
     assert (len(got.ids("a")), len(got.ids("b"))) == (40, 40)
