@@ -185,12 +185,12 @@ class Generation:
                 return result
 
     def _requests(
-        self, queue: ModelQueue, body: GenerationBody, prompts: list[list[int]], ids: Iterator[str]
+        self, queue: ModelQueue, body: GenerationBody, prompts: Prompts, ids: Iterator[str]
     ) -> list[GenerateRequest]:
         """Returns the requests for the replicas. Raises ApiError 400."""
         limits = queue.links.limits.within(self._settings.max_prompt_tokens)
         most = default_tokens(body, queue.routes.defaults(body.model))
-        requests = requests_for(body, prompts, limits, most, ids)
+        requests = requests_for(body, prompts[0], limits, most, ids, is_read=prompts[2] is not None)
         adapter = queue.names.adapter(body.model)
         return [msgspec.structs.replace(request, adapter=adapter) for request in requests] if adapter else requests
 
@@ -198,9 +198,9 @@ class Generation:
         """Puts the request's choices into the queue; its Reply does the rest. Raises ApiError."""
         if exchange.ended:
             return  # the client disconnected
-        prompts, echoes, parser = tokenized_prompts
+        prompts, echoes, new_reader = tokenized_prompts
         copies = body.n or 1
-        requests = self._requests(queue, body, prompts, self.request_ids)
+        requests = self._requests(queue, body, tokenized_prompts, self.request_ids)
         terms = read_scheduling_parameters(exchange.request.headers, exchange.key, body.priority, time.monotonic())
         self._charge(exchange, body, requests, queue)
         choices = [Choice(i, prompts[i // copies], echoes[i // copies]) for i in range(len(requests))]
@@ -214,8 +214,8 @@ class Generation:
         trace = exchange.trace
         try:
             for request, choice in zip(requests, choices, strict=True):
-                if parser is not None:
-                    choice.reader = parser()
+                if new_reader is not None:
+                    choice.new_reader, choice.reader = new_reader, new_reader()
                 reply.add(queue.submit(request, reply, trace, terms, exchange.id), choice)
                 trace = None  # only the first of several choices is traced
         except BaseException:
@@ -279,12 +279,12 @@ class Generation:
         prompts = await self._prompts(reply.exchange, queue, body)
         if not reply.exchange.ended:
             ids = (ticket.id for ticket in reply.tickets)
-            reply.renew(prompts, self._requests(queue, body, prompts[0], ids))
+            reply.renew(prompts, self._requests(queue, body, prompts, ids))
 
 
 Defaults = Mapping[str, Any]
 SYSTEM, MAX_TOKENS = "system", "max_tokens"
-_OF_THE_PROMPT = frozenset({SYSTEM, "chat_template_kwargs"})
+_OF_THE_PROMPT = frozenset({SYSTEM, "chat_template_kwargs", "reasoning_effort"})
 
 
 def apply_to_prompt(body: Chat, defaults: Defaults) -> None:
@@ -293,6 +293,8 @@ def apply_to_prompt(body: Chat, defaults: Defaults) -> None:
         body.messages = [ChatMessage("system", defaults[SYSTEM]), *body.messages]
     if body.chat_template_kwargs is None:
         body.chat_template_kwargs = defaults.get("chat_template_kwargs")
+    if body.reasoning_effort is None:
+        body.reasoning_effort = defaults.get("reasoning_effort")
 
 
 def apply_to(body: ChatRequest | CompletionRequest, defaults: Defaults) -> None:

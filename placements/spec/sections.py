@@ -221,6 +221,8 @@ class RequestDefaults(Frozen):
         Reported('a list of at most 16 texts, like ["</s>"]'),
     ] = Field((), strict=False, json_schema_extra=in_words("list of texts"))
     """Texts that end the answer."""
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    """How long the model reasons, in chats. `none`: not at all, where it has that choice."""
     chat_template_kwargs: Annotated[
         dict[str, Variable], Reported("a mapping from variables to texts, numbers, true or false")
     ] = Field({}, json_schema_extra=in_words("a mapping"))

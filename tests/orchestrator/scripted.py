@@ -19,7 +19,8 @@ from workers.text.tokenizer import Tokenizer, load_tokenizer
 
 MARKS = ("[TOOL_CALLS]", "<|python_tag|>")  # special tokens, which text without special tokens does not show
 TEMPLATE = (
-    "{% if tools %}MARK {{ tools | tojson }}{{ '\\n' }}{% endif %}{% for m in messages %}{{ m.role }}: {{ m.content }}"
+    "{% if tools %}MARK {{ tools | tojson }}{{ '\\n' }}{% endif %}{% for m in messages %}{{ m.role }}: "
+    "{% if m.reasoning_content %}<{{ m.reasoning_content }}> {% endif %}{{ m.content }}"
     "{% for call in m.tool_calls or [] %} {{ call.function.name }}({{ call.function.arguments | tojson }})"
     "{% endfor %}{{ '\\n' }}{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
 )

@@ -37,7 +37,7 @@ class AcceptedRequest:
         sampler = self.sampler
         if sampler is None or self.request.logprobs is not None:
             return False
-        return sampler.generator is None and sampler.penalties is None and sampler.guide is None
+        return sampler.generator is None and not (sampler.penalties or sampler.guide or sampler.budget)
 
     @property
     def position(self) -> int:

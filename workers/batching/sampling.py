@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from workers.batching.guidance import Guide
 from workers.batching.penalties import Penalties, needs_penalties
+from workers.batching.reasoning_budget import ReasoningBudget
 from workers.messages.engine_protocol import DeviceSampling
 from workers.messages.requests import GenerateRequest, InvalidField
 
@@ -57,16 +58,19 @@ class Warp:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How one request samples its tokens: its parameters, random generator, penalties and guide."""
+    """How one request samples its tokens: its parameters, random generator, penalties, guide and thinking budget."""
 
     warp: Warp
     generator: torch.Generator | None  # None: greedy
     penalties: Penalties | None = None
     guide: Guide | None = None
+    budget: ReasoningBudget | None = None
 
     @property
     def changes_scores(self) -> bool:
-        return self.guide is not None or (self.penalties is not None and self.penalties.active)
+        if self.guide is not None or (self.penalties is not None and self.penalties.active):
+            return True
+        return self.budget is not None and self.budget.forced is not None
 
     @property
     def error(self) -> str:
@@ -80,10 +84,15 @@ class Sampling:
         return "the model's logits are not finite numbers"
 
     def change(self, scores: torch.Tensor) -> None:
-        """Apply the penalties and the guide to ``scores`` ``[vocab_size]`` float32, in place.
+        """Apply the penalties, the guide and the budget to ``scores`` ``[vocab_size]`` float32, in place.
 
-        The guide takes precedence: where no id satisfies both, only the guide applies.
+        The guide takes precedence over the penalties: where no id satisfies both, only the guide applies. The end of
+        the reasoning takes precedence over both.
         """
+        if self.budget is not None and (forced := self.budget.forced) is not None:
+            scores.fill_(float("-inf"))
+            scores[forced] = 0.0
+            return
         forbidden = None if self.guide is None else self.guide.forbidden(len(scores))
         if self.guide is not None and forbidden is None:
             scores.fill_(float("-inf"))
@@ -102,6 +111,8 @@ class Sampling:
             self.penalties.record(token)
         if self.guide is not None:
             self.guide.advance(token)
+        if self.budget is not None:
+            self.budget.record(token)
 
 
 def check_sampling(request: GenerateRequest, vocab_size: int) -> None:
@@ -159,7 +170,10 @@ def on_device(request: GenerateRequest, max_ids: int) -> DeviceSampling:
 
 
 def start_sampling(
-    request: GenerateRequest, ending_ids: frozenset[int] = frozenset(), guide: Guide | None = None
+    request: GenerateRequest,
+    ending_ids: frozenset[int] = frozenset(),
+    guide: Guide | None = None,
+    budget: ReasoningBudget | None = None,
 ) -> Sampling:
     """Returns the sampling state of a new request that passed ``check_sampling``; without a seed, a random one.
 
@@ -167,7 +181,7 @@ def start_sampling(
     """
     penalties = Penalties(request, ending_ids) if needs_penalties(request) else None
     if is_greedy(request):
-        return Sampling(Warp(), None, penalties, guide)
+        return Sampling(Warp(), None, penalties, guide, budget)
     import torch
 
     generator = torch.Generator()
@@ -176,7 +190,7 @@ def start_sampling(
     else:
         generator.manual_seed(request.seed)
     warp = Warp(float(request.temperature), request.top_k, float(request.top_p), float(request.min_p))
-    return Sampling(warp, generator, penalties, guide)
+    return Sampling(warp, generator, penalties, guide, budget)
 
 
 def sample(logits: torch.Tensor, rows: Sequence[Sampling]) -> list[int | None]:

@@ -64,6 +64,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     min_tokens: int = 0
     logprobs: int | None = None  # None: none; n: of each token, and of the n most probable beside it
     guide: str | None = None  # a JSON schema, as text, that the answer must satisfy
+    reasoning_budget: int | None = None  # tokens of reasoning, after which it is ended where the host samples
     stop: list[str] = []
     stop_token_ids: list[int] = []
     seed: int | None = None

@@ -412,11 +412,27 @@ def _words_in(template: str) -> frozenset[str]:
     return frozenset(re.findall(r"\w+", " ".join(code)))
 
 
-def _normalized(words: Collection[str], message: Message) -> dict[str, Any]:
-    """Map OpenAI's newer role ``developer`` to ``system`` where the template does not name it and would drop it."""
-    if message.get("role") == "developer" and "developer" not in words:
-        return {**message, "role": "system"}
-    return dict(message)
+def _normalized(words: frozenset[str], message: Message) -> dict[str, Any]:
+    """Returns the message as the template reads it.
+
+    1. OpenAI's newer role ``developer`` becomes ``system`` where the template does not name it and would drop it.
+    2. The reasoning, ``reasoning_content``, also gets the other names that the template reads.
+    3. Templates of gpt-oss reject ``thinking`` beside text before a call, which they render in the same channel.
+    4. Mistral's templates take it as a part of the content.
+    """
+    read = dict(message)
+    if read["role"] == "developer" and "developer" not in words:
+        read["role"] = "system"  # 1
+    if (reasoning := read.get("reasoning_content")) is None:
+        return read
+    read |= {name: reasoning for name in ("reasoning", "thinking") if name in words}  # 2
+    content, is_other = read["content"], "reasoning_content" not in words
+    if is_other and words >= {"thinking", "channel"} and content and read.get("tool_calls"):
+        read |= {"thinking": f"{reasoning}\n\n{content}", "content": ""}  # 3
+    elif is_other and words >= {"thinking", "THINK"}:
+        parts = [{"type": "thinking", "thinking": reasoning}, {"type": "text", "text": content}]
+        read["content"] = parts if content else parts[:1]  # 4
+    return read
 
 
 @cache

@@ -38,7 +38,7 @@ function send() {
 async function ask(each, model, prompt) {
   const earlier = each.turns.filter((turn) => turn.model === model && !turn.problem)
     .flatMap((turn) => [{ role: "user", content: turn.prompt }, { role: "assistant", content: turn.text }]);
-  const turn = { model, prompt, text: "", tokens: 0, began: performance.now(), first: null, last: null, decision: "", problem: "" };
+  const turn = { model, prompt, text: "", reasoning: "", tokens: 0, began: performance.now(), first: null, last: null, decision: "", problem: "" };
   each.turns.push(turn);
   each.abort = new AbortController();
   const body = { model, stream: true, stream_options: { include_usage: true }, max_tokens: Number(form.maxTokens) || 256,
@@ -58,11 +58,12 @@ async function ask(each, model, prompt) {
 
 function take(turn, chunk) {
   if (chunk.error) throw new Error(chunk.error.message);
-  const text = chunk.choices?.[0]?.delta?.content ?? "";
-  if (text) {
+  const { content, reasoning } = chunk.choices?.[0]?.delta ?? {};
+  if (content || reasoning) {
     turn.last = performance.now();
     turn.first ??= turn.last;
-    turn.text += text;
+    turn.text += content ?? "";
+    turn.reasoning += reasoning ?? "";
   }
   turn.tokens = chunk.usage?.completion_tokens ?? turn.tokens;
   redraw();
@@ -95,6 +96,7 @@ function column(each) {
           h("option", { value: name, selected: name === chosen(each) }, name || "none")))),
     h("div", { role: "log", "aria-label": "Answers", "aria-busy": String(each.abort !== null) }, each.turns.map((turn) => h("article", { class: "turn" },
       h("p", { class: "dim" }, `${turn.model} ← ${turn.prompt}`),
+      turn.reasoning && h("pre", { class: "answer dim" }, turn.reasoning),
       h("pre", { class: "answer" }, turn.text),
       turn.problem && h("p", { class: "problem" }, turn.problem),
       h("p", { class: "dim" }, times(turn)), turn.decision && h("p", { class: "dim" }, turn.decision)))));

@@ -10,13 +10,14 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from orchestrator.gateway.anthropic.requests import MessagesChat
 from orchestrator.gateway.http.exchange import Exchange
-from orchestrator.gateway.openai.answers import Choice, PartsWriter, Text, whole_parts
+from orchestrator.gateway.openai.answers import Call, Choice, PartsWriter, Thought, whole_parts
 from orchestrator.gateway.openai.errors import ApiError
 from orchestrator.gateway.reading.call_text import completed_object
-from orchestrator.gateway.reading.events import CallArguments, CallBegin, Content, Event
+from orchestrator.gateway.reading.events import CallArguments, CallBegin, Event, Reasoning
 from workers.messages.requests import FinishReason, TokenEvent
 
 _TYPES: Mapping[int, str] = MappingProxyType(
@@ -33,6 +34,7 @@ _TYPES: Mapping[int, str] = MappingProxyType(
 )
 _encode = msgspec.json.encode
 _NO_STOP = {"stop_reason": None, "stop_sequence": None}
+SIGNATURE = "Y29yZXdyaWdodA=="  # of all thinking: it is not checked, but clients drop thinking without one
 
 
 def error_body(error: ApiError, request_id: str) -> dict[str, Any]:
@@ -45,6 +47,11 @@ class AnsweredText(msgspec.Struct, tag_field="type", tag="text"):
     text: str
 
 
+class AnsweredThinking(msgspec.Struct, tag_field="type", tag="thinking"):
+    thinking: str
+    signature: str
+
+
 class AnsweredToolUse(msgspec.Struct, tag_field="type", tag="tool_use"):
     id: str
     name: str
@@ -52,8 +59,11 @@ class AnsweredToolUse(msgspec.Struct, tag_field="type", tag="tool_use"):
 
 
 class MessageUsage(msgspec.Struct):
+    """``output_tokens_details`` has the ``thinking_tokens``, if there are any."""
+
     input_tokens: int
     output_tokens: int
+    output_tokens_details: dict[str, int] | UnsetType = UNSET
 
 
 class Message(msgspec.Struct):
@@ -63,7 +73,7 @@ class Message(msgspec.Struct):
     type: Literal["message"]
     role: Literal["assistant"]
     model: str
-    content: list[AnsweredText | AnsweredToolUse]
+    content: list[AnsweredText | AnsweredThinking | AnsweredToolUse]
     stop_reason: Literal["end_turn", "max_tokens", "model_context_window_exceeded", "stop_sequence", "tool_use"]
     stop_sequence: str | None
     usage: MessageUsage
@@ -122,20 +132,21 @@ class MessagesAnswer(PartsWriter, eq=False):
     request_id: str
     keep_alive: ClassVar[bytes] = PING
     _block: int = -1  # the index of the last content block
-    _open: bool = False
-    _is_text: bool = False  # the last block is text
+    _open: str = ""  # the type of the block that has not ended
     _calls: bool = False  # there was a call
 
     def body(self, answers: Sequence[tuple[Choice, Sequence[TokenEvent]]]) -> bytes | list[bytes]:
         ((choice, events),) = answers
         content: list[dict[str, Any]] = []
         for part in whole_parts(choice, events):
-            if isinstance(part, Text):
-                content.append({"type": "text", "text": part.text})
-            else:
+            if isinstance(part, Call):
                 input = msgspec.Raw(completed_object(part.arguments).encode())
                 content.append({"type": "tool_use", "id": part.id, "name": part.name, "input": input})
                 self._calls = True
+            elif isinstance(part, Thought):
+                content.append({"type": "thinking", "thinking": part.text, "signature": SIGNATURE})
+            else:
+                content.append({"type": "text", "text": part.text})
         return _encode(self._message(content, self._stop(events[-1])))
 
     def opening(self, choice: Choice) -> bytes:
@@ -158,15 +169,16 @@ class MessagesAnswer(PartsWriter, eq=False):
         elif isinstance(read, CallArguments):
             yield self._delta(b'"input_json_delta","partial_json"', read.text)
         else:
-            assert isinstance(read, Content)
-            if not (self._open and self._is_text):
+            kind = "thinking" if isinstance(read, Reasoning) else "text"
+            if self._open != kind:
                 yield from self._end_block()
-                yield self._begin_block({"type": "text", "text": ""})
-            yield self._delta(b'"text_delta","text"', read.text)
+                signed = {"signature": ""} if kind == "thinking" else {}
+                yield self._begin_block({"type": kind, kind: "", **signed})
+            yield self._delta(b'"%b_delta","%b"' % (kind.encode(), kind.encode()), read.text)
 
     def _begin_block(self, block: dict[str, Any]) -> bytes:
         self._block += 1
-        self._open, self._is_text = True, block["type"] == "text"
+        self._open = block["type"]
         return sse("content_block_start", {"index": self._block, "content_block": block})
 
     def _delta(self, kind: bytes, text: str) -> bytes:
@@ -175,16 +187,20 @@ class MessagesAnswer(PartsWriter, eq=False):
         ) % (self._block, kind, _encode(text))
 
     def _end_block(self) -> Iterator[bytes]:
+        if self._open == "thinking":
+            yield self._delta(b'"signature_delta","signature"', SIGNATURE)
         if self._open:
-            self._open = False
+            self._open = ""
             yield sse("content_block_stop", {"index": self._block})
 
     def _message(self, content: list[dict[str, Any]], stop: dict[str, Any]) -> dict[str, Any]:
         head = {"id": self.id, "type": "message", "role": "assistant", "model": self.model}
         return {**head, "content": content, **stop, "usage": self._usage()}
 
-    def _usage(self) -> dict[str, int]:
-        return {"input_tokens": self.prompt_tokens, "output_tokens": self.choice.tokens}
+    def _usage(self) -> dict[str, Any]:
+        usage = {"input_tokens": self.prompt_tokens, "output_tokens": self.choice.tokens}
+        reasoning = self.reasoning_tokens
+        return {**usage, "output_tokens_details": {"thinking_tokens": reasoning}} if reasoning else usage
 
     def _stop(self, event: TokenEvent) -> dict[str, Any]:
         """Returns why the answer ends with ``event``.
@@ -207,4 +223,5 @@ class MessagesAnswer(PartsWriter, eq=False):
 
 def messages_answer(exchange: Exchange, body: MessagesChat, choices: Sequence[Choice], suffix: str) -> MessagesAnswer:
     """Returns the writer of an answer; ``suffix`` is that of its id."""
+    choices[0].shows_reasoning = body.shows_reasoning
     return MessagesAnswer(f"msg{suffix}", body.model, body.most_tokens, exchange.id, choices=choices)

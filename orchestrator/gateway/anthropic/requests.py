@@ -17,6 +17,7 @@ from orchestrator.gateway.openai.protocol import (
     MAX_TOOLS,
     ChatMessage,
     ChatRequest,
+    Effort,
     FunctionCall,
     FunctionDefinition,
     FunctionName,
@@ -28,6 +29,7 @@ from orchestrator.gateway.openai.protocol import (
     ResponseFormat,
     SomeText,
     TextPart,
+    Thinking,
     TokenizeChatRequest,
     Tool,
     ToolCall,
@@ -43,13 +45,13 @@ class TextBlock(msgspec.Struct, tag_field="type", tag="text"):
 
 
 class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking"):
-    """Thinking of an earlier answer; it does not reach the model, as in Anthropic's API."""
+    """Thinking of an earlier answer. Its signature is not checked."""
 
     thinking: str = ""
 
 
 class RedactedThinkingBlock(msgspec.Struct, tag_field="type", tag="redacted_thinking"):
-    """As ``ThinkingBlock``."""
+    """Thinking that only Anthropic's servers can read; it does not reach the model."""
 
     data: str = ""
 
@@ -116,14 +118,9 @@ class NoneChoice(msgspec.Struct, tag_field="type", tag="none"):
 Choice = AutoChoice | AnyChoice | ToolChoice | NoneChoice
 
 
-class Thinking(msgspec.Struct):
-    """Accepted without effect. A thinking budget is refused."""
-
-    type: Literal["disabled", "adaptive"]
-
-
 class ClearThinking(msgspec.Struct):
-    """Accepted without effect: thinking never reaches the model. Other edits, such as of tool results, are refused."""
+    """Accepted without effect: chat templates leave out the thinking of earlier turns by themselves. Other edits, such
+    as of tool results, are refused."""
 
     type: Literal["clear_thinking_20251015"]
     keep: Ignored = None
@@ -140,7 +137,7 @@ class OutputFormat(msgspec.Struct):
 
 class OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
     format: OutputFormat | None = None
-    effort: Ignored = None
+    effort: Effort | None = None
 
 
 class PromptFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -209,6 +206,11 @@ class MessagesChat(ChatRequest, kw_only=True):
     def default_tokens(self) -> int | None:
         return self.most_tokens
 
+    @property
+    def shows_reasoning(self) -> bool:
+        """Only who asks for thinking gets it: others may take the first block for the text."""
+        return self.thinking is not None and self.thinking.type != "disabled" and self.thinking.display != "omitted"
+
 
 def read_messages(body: bytes) -> MessagesChat:
     """Decodes and checks a body. Raises ApiError 400 that names the wrong parameter."""
@@ -254,6 +256,8 @@ def _prompt_of(request: PromptFields) -> dict[str, Any]:
         "tools": None if request.tools is None else [_tool(tool) for tool in request.tools],
         "continue_final_message": True if continues else None,
         "add_generation_prompt": False if continues else None,
+        "thinking": request.thinking,
+        "reasoning_effort": None if request.output_config is None else request.output_config.effort,
     }
 
 
@@ -271,6 +275,7 @@ def _system(request: PromptFields) -> Iterator[ChatMessage]:
 def _messages(message: InputMessage) -> Iterator[ChatMessage]:
     """Yields the messages of a chat: each result of a tool is one of its own."""
     texts: list[TextPart] = []
+    thoughts: list[str] = []
     calls: list[ToolCall] = []
     for position, block in enumerate(message.blocks):
         if isinstance(block, TextBlock):
@@ -286,10 +291,10 @@ def _messages(message: InputMessage) -> Iterator[ChatMessage]:
                 yield ChatMessage("user", texts)
                 texts = []
             yield ChatMessage("tool", _result(block), tool_call_id=block.tool_use_id)
-        else:
-            assert isinstance(block, ThinkingBlock | RedactedThinkingBlock)
+        elif isinstance(block, ThinkingBlock):
+            thoughts.append(block.thinking)
     if texts or calls:
-        yield ChatMessage(message.role, texts, tool_calls=calls or None)
+        yield ChatMessage(message.role, texts, tool_calls=calls or None, reasoning_content="\n".join(thoughts) or None)
 
 
 def _misplaced(position: int, kind: str, role: str) -> Exception:
@@ -312,7 +317,9 @@ def _joined(messages: list[ChatMessage]) -> list[ChatMessage]:
             continue
         assert isinstance(last.content, list)
         assert isinstance(message.content, list)
-        joined[-1] = ChatMessage(last.role, [*last.content, *message.content], tool_calls=message.tool_calls)
+        thoughts = "\n".join(filter(None, (last.reasoning_content, message.reasoning_content)))
+        content = [*last.content, *message.content]
+        joined[-1] = ChatMessage(last.role, content, tool_calls=message.tool_calls, reasoning_content=thoughts or None)
     return joined
 
 

@@ -6,7 +6,7 @@ The gateway writes answers by hand, complete or as server-sent events; a test re
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -17,13 +17,14 @@ from msgspec import UNSET, UnsetType
 from orchestrator.gateway.http.exchange import JSON, Exchange
 from orchestrator.gateway.openai.errors import ApiError
 from orchestrator.gateway.openai.protocol import ChatRequest, CompletionRequest, DocumentText
-from orchestrator.gateway.reading.events import AnswerReader, CallArguments, CallBegin, Content, Event
+from orchestrator.gateway.reading.events import AnswerReader, CallArguments, CallBegin, Content, Event, Reasoning
 from workers.messages.requests import FinishReason, TokenEvent, TokenLogprobs
 
 _encode = msgspec.json.encode
 EVENTS = b"text/event-stream; charset=utf-8"
 DONE = b"data: [DONE]\n\n"
 WAITING = b": waiting\n\n"  # a comment, which clients of server-sent events skip
+HIDDEN_TOKENS = 64  # of reasoning that a stream leaves out, after which it gets a comment or a ping
 LARGE_BYTES = 2**20  # a larger answer is written in parts: joining them would block all streams
 
 
@@ -41,10 +42,12 @@ class AnsweredCall(msgspec.Struct):
 
 
 class AnswerMessage(msgspec.Struct):
-    """``content`` is null if the answer is only calls."""
+    """``content`` is null if the answer is only reasoning and calls. Both names of the reasoning have the same text."""
 
     role: Literal["assistant"]
     content: str | None
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
     tool_calls: list[AnsweredCall] | UnsetType = UNSET
 
 
@@ -66,9 +69,12 @@ class TextChoice(msgspec.Struct):
 
 
 class Usage(msgspec.Struct):
+    """``completion_tokens_details`` has the ``reasoning_tokens``, if there are any."""
+
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    completion_tokens_details: dict[str, int] | UnsetType = UNSET
 
 
 class ChatCompletion(msgspec.Struct):
@@ -236,8 +242,47 @@ class Choice(msgspec.Struct, eq=False):
     tokens: int = 0  # generated so far
     offset: int = 0  # characters of token text so far, for text_offset of completions
     reader: AnswerReader | None = None  # if the answer may have reasoning or tool calls
+    new_reader: Callable[[], AnswerReader] | None = None  # makes the reader of a retry
+    shows_reasoning: bool = True  # else it is counted, but left out
+    reasoning_tokens: int = 0
+    pending: int = 0  # tokens since the last text that was read, of which it is not known yet what they are
+    hidden: int = 0  # tokens of reasoning at the last comment or ping in their place
+    gathered: list[Event] | None = None  # what was read of an answer that is not streamed
+    taken: int = 0  # the token events that were gathered
+    attempt: int = 0  # of the request: a retry discards what was gathered
     written: WrittenLogprobs | None = None  # for logprobs in an answer that is not streamed
     plain: tuple[bytes, bytes] = (b"", b"")  # the bytes before and after the text of an event with text only
+
+    def read(self, event: TokenEvent) -> list[Event]:
+        """Returns what an event adds to the answer; after one with a finish there is nothing to come."""
+        reader = self.reader
+        if reader is None:
+            return [Content(event.text)] if event.text else []
+        read = reader.push(event.text) if event.text else []
+        if event.finish is not None:
+            read = [*read, *reader.flush()]
+        self.pending += len(event.token_ids)
+        if read:
+            if isinstance(read[0], Reasoning):
+                self.reasoning_tokens += self.pending
+            elif any(isinstance(part, Reasoning) for part in read):
+                self.reasoning_tokens += len(event.token_ids)
+            self.pending = 0
+        return read if self.shows_reasoning else [part for part in read if not isinstance(part, Reasoning)]
+
+    def gather(self, events: Sequence[TokenEvent], attempt: int = 0) -> list[Event]:
+        """Reads the events since the last call of an answer that is not streamed, and returns all that was read.
+        ``events`` are those of the ``attempt`` so far. Reading all at the end could block the event loop."""
+        if attempt != self.attempt:
+            assert self.new_reader is not None
+            self.attempt, self.reader, self.gathered = attempt, self.new_reader(), None
+            self.reasoning_tokens = self.pending = 0
+        if self.gathered is None:
+            self.gathered, self.taken = [], 0
+        for position in range(self.taken, len(events)):
+            self.gathered += self.read(events[position])
+        self.taken = len(events)
+        return self.gathered
 
 
 class AnswerWriter(msgspec.Struct, eq=False, kw_only=True):
@@ -255,6 +300,11 @@ class AnswerWriter(msgspec.Struct, eq=False, kw_only=True):
         if len(choices) == 1:
             return len(choices[0].prompt_ids)
         return sum({id(choice.prompt_ids): len(choice.prompt_ids) for choice in choices}.values())
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """The tokens of all choices that were read as reasoning."""
+        return sum([choice.reasoning_tokens for choice in self.choices])
 
     def add_logprobs(self, choice: Choice, events: list[TokenEvent], attempt: int = 0) -> None:
         """Encodes the logprobs since the last call, of an answer that is not streamed, and drops them from ``events``,
@@ -282,6 +332,14 @@ class AnswerWriter(msgspec.Struct, eq=False, kw_only=True):
         text so far."""
         raise NotImplementedError
 
+    def silence(self, choice: Choice) -> bytes:
+        """Returns what a stream gets when its events are empty: now and then a comment or a ping in place of reasoning,
+        so that proxies keep the connection open."""
+        if choice.reasoning_tokens - choice.hidden < HIDDEN_TOKENS:
+            return b""
+        choice.hidden = choice.reasoning_tokens
+        return self.keep_alive
+
     def closing(self, *, include_usage: bool) -> bytes:
         """Returns the end of a stream."""
         return b""
@@ -302,7 +360,7 @@ class PartsWriter(AnswerWriter, eq=False, kw_only=True):
         pieces: list[bytes] = []
         for event in events:
             choice.tokens += len(event.token_ids)
-            for read in events_of(choice, event):
+            for read in choice.read(event):
                 pieces += self.written(read)
             if event.finish is not None:
                 pieces += self.ending(event)
@@ -357,7 +415,7 @@ class Answer(AnswerWriter, eq=False):
             finish = _finish(events[-1])
             message: dict[str, Any] = {"role": "assistant", "content": text}
             if choice.reader is not None:
-                message = message_of([*choice.reader.push(text), *choice.reader.flush()])
+                message = message_of(choice.gather(events, choice.attempt))
                 finish = choice.reader.finish_reason(finish)
             content = {"message": message} if self.chat else {"text": text}
             tail: dict[str, Any] = {"finish_reason": finish}
@@ -424,11 +482,8 @@ class Answer(AnswerWriter, eq=False):
         return b"".join(lines)
 
     def _read(self, choice: Choice, reader: AnswerReader, event: TokenEvent) -> Iterable[bytes]:
-        """Does what ``events`` does for one event of a text with tool calls."""
-        read = reader.push(event.text) if event.text else []
-        if event.finish is not None:
-            read = [*read, *reader.flush()]
-        delta = delta_of(read)
+        """Does what ``events`` does for one event of a text with reasoning or tool calls."""
+        delta = delta_of(choice.read(event))
         if delta or event.logprobs or (self.with_ids and event.token_ids):
             yield self._chunk(choice, delta, None, event)
         if event.finish is not None:
@@ -474,9 +529,11 @@ class Answer(AnswerWriter, eq=False):
             "text_offset": offsets,
         }
 
-    def _usage(self) -> dict[str, int]:
+    def _usage(self) -> dict[str, Any]:
         prompt, completion = self.prompt_tokens, sum(choice.tokens for choice in self.choices)
-        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+        usage = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+        reasoning = self.reasoning_tokens
+        return {**usage, "completion_tokens_details": {"reasoning_tokens": reasoning}} if reasoning else usage
 
 
 def openai_answer(
@@ -484,6 +541,9 @@ def openai_answer(
 ) -> Answer:
     """Returns the writer of an answer; ``suffix`` is that of its id."""
     is_chat = isinstance(body, ChatRequest)
+    if isinstance(body, ChatRequest) and not body.shows_reasoning:
+        for choice in choices:
+            choice.shows_reasoning = False
     id = ("chatcmpl" if is_chat else "cmpl") + suffix
     return Answer(id, body.model, int(time.time()), is_chat, bool(body.return_token_ids), choices=choices)
 
@@ -510,25 +570,31 @@ def _finish(event: TokenEvent) -> str:
 
 
 def message_of(events: Sequence[Event]) -> dict[str, Any]:
-    """Returns the message for all events of an answer; without calls, the same as without a reader."""
-    content = "".join(event.text for event in events if isinstance(event, Content))
+    """Returns the message for all events of an answer; without reasoning and calls, the same as without a reader."""
+    message = {"role": "assistant", "content": "", **_texts_of(events)}
     calls: list[dict[str, Any]] = []
     for event in events:
         if isinstance(event, CallBegin):
             calls.append({"id": event.id, "type": "function", "function": {"name": event.name, "arguments": ""}})
         elif isinstance(event, CallArguments):
             calls[-1]["function"]["arguments"] += event.text
-    if not calls:
-        return {"role": "assistant", "content": content}
-    return {"role": "assistant", "content": content or None, "tool_calls": calls}
+    if calls or "reasoning" in message:
+        message["content"] = message["content"] or None
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def _texts_of(events: Sequence[Event]) -> dict[str, Any]:
+    """Returns the content and the reasoning of events, each if there is any. vLLM has renamed `reasoning_content` to
+    `reasoning`; clients read either."""
+    content = "".join([event.text for event in events if isinstance(event, Content)])
+    reasoning = "".join([event.text for event in events if isinstance(event, Reasoning)])
+    fields: dict[str, Any] = {"content": content} if content else {}
+    return {**fields, "reasoning_content": reasoning, "reasoning": reasoning} if reasoning else fields
 
 
 def delta_of(events: Sequence[Event]) -> dict[str, Any]:
     """Returns the delta for the events of one piece of text; empty without events."""
-    fields: dict[str, Any] = {}
-    content = "".join(event.text for event in events if isinstance(event, Content))
-    if content:
-        fields["content"] = content
+    fields = _texts_of(events)
     calls: list[dict[str, Any]] = []
     for event in events:
         if isinstance(event, CallBegin):
@@ -545,13 +611,17 @@ def delta_of(events: Sequence[Event]) -> dict[str, Any]:
 
 @dataclass
 class Text:
-    """Text between calls; its pieces are not joined yet."""
+    """Text between reasoning and calls; its pieces are not joined yet."""
 
     pieces: list[str] = field(default_factory=list)
 
     @property
     def text(self) -> str:
         return "".join(self.pieces)
+
+
+class Thought(Text):
+    """Reasoning before, between or after texts and calls."""
 
 
 @dataclass
@@ -570,30 +640,21 @@ class Call:
 Part = Text | Call
 
 
-def events_of(choice: Choice, event: TokenEvent) -> list[Event]:
-    """Returns what an event adds to the answer; after one with a finish there is nothing to come."""
-    reader = choice.reader
-    if reader is None:
-        return [Content(event.text)] if event.text else []
-    read = reader.push(event.text) if event.text else []
-    return read if event.finish is None else [*read, *reader.flush()]
+def begun_part(event: Event, last: Part | None) -> Part | None:
+    """Returns the part that an event begins; None if it continues the ``last`` one."""
+    if isinstance(event, CallBegin):
+        return Call(event.id, event.name)
+    kind = Thought if isinstance(event, Reasoning) else Text
+    return None if isinstance(event, CallArguments) or type(last) is kind else kind()
 
 
 def whole_parts(choice: Choice, events: Sequence[TokenEvent]) -> list[Part]:
     """Returns the parts of a complete answer."""
-    text = "".join([event.text for event in events])
-    return joined_parts(events_of(choice, TokenEvent(id="", text=text, finish=events[-1].finish)))
-
-
-def joined_parts(events: Iterable[Event]) -> list[Part]:
     parts: list[Part] = []
-    for event in events:
-        last = parts[-1] if parts else None
-        if isinstance(event, CallBegin):
-            parts.append(Call(event.id, event.name))
-        elif isinstance(event, Content) and not isinstance(last, Text):
-            parts.append(Text([event.text]))
-        else:
-            assert last is not None
-            last.pieces.append(event.text)
+    for event in choice.gather(events, choice.attempt):
+        part = begun_part(event, parts[-1] if parts else None)
+        if part is not None:
+            parts.append(part)
+        if not isinstance(event, CallBegin):
+            parts[-1].pieces.append(event.text)
     return parts

@@ -88,6 +88,8 @@ class ChatMessage(msgspec.Struct):
     tool_calls: list[ToolCall] | None = None  # of the assistant
     tool_call_id: str | None = None  # of a tool's answer
     function_call: Annotated[Ignored, _REFUSED] = None
+    reasoning_content: str | None = None  # of the assistant
+    reasoning: str | None = None  # vLLM's newer name of it
 
     @property
     def has_other_parts(self) -> bool:
@@ -121,6 +123,8 @@ class ChatMessage(msgspec.Struct):
             fields["name"] = self.name
         if self.tool_call_id is not None:
             fields["tool_call_id"] = self.tool_call_id
+        if (reasoning := self.reasoning_content or self.reasoning) and self.role == "assistant":
+            fields["reasoning_content"] = reasoning
         if self.tool_calls:
             if self.role != "assistant":
                 raise invalid(f"{where}: only messages of the assistant may have tool_calls", param="messages")
@@ -185,6 +189,18 @@ class NamedTool(msgspec.Struct):
 
 
 ToolChoice = Literal["none", "auto", "required"] | NamedTool
+
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+class Thinking(msgspec.Struct):
+    """Anthropic's field, which servers of other models take in chats, too. Every type but `disabled` lets the model
+    reason."""
+
+    type: Literal["enabled", "adaptive", "between_tools", "disabled"]
+    budget_tokens: Count | None = None
+    display: Literal["summarized", "omitted"] | None = None
 
 
 class StreamOptions(msgspec.Struct):
@@ -283,7 +299,11 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     add_generation_prompt: bool | None = None  # vLLM's: end the prompt with the start of an assistant message
     continue_final_message: bool | None = None  # vLLM's: the answer continues the last message
     chat_template_kwargs: dict[str, Any] | None = None  # vLLM's: further variables of the chat template
+    reasoning_effort: Effort | None = None
+    thinking: Thinking | None = None
+    thinking_token_budget: Count | None = None  # vLLM's name of `thinking.budget_tokens`
     max_completion_tokens: PositiveCount | None = None
+    include_reasoning: bool | None = None  # vLLM's; false: the reasoning is left out of the answer
     logprobs: bool | None = None
     top_logprobs: LogprobCount | None = None
     tool_choice: ToolChoice | None = None
@@ -291,8 +311,12 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     functions: Annotated[list[Any], Meta(extra_json_schema={"maxItems": 0})] | None = None  # refused
     function_call: Annotated[Any, _REFUSED] = None
     # Ignored, as above.
-    reasoning_effort: Ignored = None
     verbosity: Ignored = None
+
+    @property
+    def shows_reasoning(self) -> bool:
+        """Whether the answer has the reasoning, or only counts it."""
+        return self.include_reasoning is not False
 
     @property
     def prompt_count(self) -> int:
@@ -424,6 +448,9 @@ class TokenizeChatRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tr
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Effort | None = None
+    thinking: Thinking | None = None
+    thinking_token_budget: Count | None = None
     add_special_tokens: bool | None = None  # default false: the chat template writes them
     return_token_strs: bool | None = None
 

@@ -100,13 +100,13 @@ class Reply(ClientReply, eq=False):
     def renew(self, prompts: Prompts, requests: Sequence[GenerateRequest]) -> None:
         """Replaces the requests of the waiting choices, one request per choice; choices in a slot, or answered, stay.
         Raises ApiError."""
-        ids, echoes, parser = prompts
+        ids, echoes, new_reader = prompts
         copies = len(requests) // len(ids)
         for position, (ticket, choice) in enumerate(self._choices.items()):
             if ticket.stream.link is None and ticket in self._open:
                 self._queue.renew(ticket, requests[position])
                 choice.prompt_ids, choice.echo = ids[position // copies], echoes[position // copies]
-                choice.reader = None if parser is None else parser()
+                choice.new_reader, choice.reader = new_reader, None if new_reader is None else new_reader()
         self._note.prompt_tokens = self._answer.prompt_tokens
 
     def leave(self) -> None:
@@ -139,8 +139,11 @@ class Reply(ClientReply, eq=False):
         if self._note.stream:
             self._write(ticket, now)
             return
+        choice = self._choices[ticket]
+        if choice.reader is not None:
+            choice.gather(stream.events, ticket.retries)
         if ticket.request.logprobs is not None:
-            self._answer.add_logprobs(self._choices[ticket], stream.events, ticket.retries)
+            self._answer.add_logprobs(choice, stream.events, ticket.retries)
         if not self._open:
             self._write_whole(ticket, now)
 
@@ -180,7 +183,8 @@ class Reply(ClientReply, eq=False):
         opening = b""
         if not self._opened:
             opening = b"".join([answer.opening(choice) for choice in self._choices.values()])
-        piece = opening + answer.events(self._choices[ticket], ticket.stream.take())
+        choice = self._choices[ticket]
+        piece = opening + (answer.events(choice, ticket.stream.take()) or answer.silence(choice))
         if not self._open:
             piece += answer.closing(include_usage=self._include_usage)
         if not self._opened:

@@ -23,6 +23,7 @@ from orchestrator.gateway.openai.protocol import (
     TokenizeChatRequest,
     TokenizeTextRequest,
 )
+from orchestrator.gateway.openai.template_variables import template_variables, thinking_budget
 from orchestrator.gateway.reading.events import AnswerReader
 from orchestrator.gateway.reading.families import format_of
 from orchestrator.gateway.reading.reader import (
@@ -54,13 +55,16 @@ def chat_prompt(request: Chat, tokenizer: PromptTokenizer, most: int | None = No
     messages = [message.for_template(position) for position, message in enumerate(request.messages)]
     forbids = isinstance(request, ChatRequest) and request.calling == "none"
     tools = None if forbids else [tool.for_template() for tool in request.tools or ()]
+    variables, effort, thinking = request.chat_template_kwargs, request.reasoning_effort, request.thinking
+    if effort is not None or thinking is not None or request.thinking_token_budget is not None:
+        variables = template_variables(request, tokenizer.chat_template(bool(tools)))
     try:
         chat = TemplateInput(
             messages,
             tools or None,
             add_generation_prompt=request.add_generation_prompt is not False,
             continue_final_message=bool(request.continue_final_message),
-            template_kwargs=request.chat_template_kwargs,
+            template_kwargs=variables,
             add_special_tokens=isinstance(request, TokenizeChatRequest) and bool(request.add_special_tokens),
         )
         return tokenizer.apply_chat_template(chat, most)
@@ -194,13 +198,20 @@ def requests_for(
     limits: RequestLimits,
     default_tokens: int | None,
     ids: Iterator[str],
+    *,
+    is_read: bool = False,
 ) -> list[GenerateRequest]:
     """Returns ``n`` requests for each prompt, in order, with the next ``ids``. ``default_tokens`` None: the rest of
-    max_len.
+    max_len. ``is_read``: the answer is read piece by piece, also if it is not streamed.
 
     Raises ApiError 400 with the numbers for a prompt that is empty, too long, or has ids outside the vocabulary.
     """
     options, seed, copies = _options(request, limits), request.seed, request.n or 1
+    if is_read:
+        if isinstance(request, ChatRequest) and (budget := thinking_budget(request)) is not None:
+            options["reasoning_budget"] = budget
+    elif not request.stream:
+        options["whole"] = True
     checks_ids = isinstance(request, CompletionRequest) and not isinstance(request.prompt, str)
     requests = []
     for prompt in prompts:
@@ -235,8 +246,6 @@ def _options(request: ChatRequest | CompletionRequest, limits: RequestLimits) ->
         options["logprobs"] = logprobs
     if (guide := request.guide()) is not None:
         options["guide"] = guide
-    if not request.stream:
-        options["whole"] = True
     return options
 
 

@@ -18,10 +18,12 @@ from orchestrator.gateway.openai.answers import (
     Part,
     PartsWriter,
     Text,
+    Thought,
+    begun_part,
     whole_parts,
 )
 from orchestrator.gateway.openai.errors import ApiError
-from orchestrator.gateway.reading.events import CallBegin, Content, Event
+from orchestrator.gateway.reading.events import CallBegin, Event
 from orchestrator.gateway.responses.requests import ResponsesChat, ResponsesRequest
 from workers.messages.requests import FinishReason, TokenEvent
 
@@ -40,6 +42,20 @@ class OutputMessage(msgspec.Struct, tag_field="type", tag="message"):
     status: Literal["in_progress", "completed", "incomplete"]
     role: Literal["assistant"]
     content: list[OutputText]
+
+
+class ReasoningText(msgspec.Struct):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class OutputReasoning(msgspec.Struct, tag_field="type", tag="reasoning"):
+    """``summary`` is always empty: no summaries are made."""
+
+    id: str
+    status: Literal["in_progress", "completed", "incomplete"]
+    summary: list[Any]
+    content: list[ReasoningText]
 
 
 class OutputCall(msgspec.Struct, tag_field="type", tag="function_call"):
@@ -78,9 +94,10 @@ class Response(msgspec.Struct):
     max_output_tokens: int | None
     metadata: dict[str, str]
     model: str
-    output: list[OutputMessage | OutputCall]
+    output: list[OutputMessage | OutputReasoning | OutputCall]
     parallel_tool_calls: bool
     previous_response_id: None
+    reasoning: dict[str, str | None]
     store: bool
     temperature: float
     text: dict[str, Any]
@@ -142,20 +159,20 @@ class ResponsesAnswer(PartsWriter, eq=False):
         )
 
     def written(self, read: Event) -> Iterator[bytes]:
-        last = self._parts[-1] if self._parts else None
+        part = begun_part(read, self._parts[-1] if self._parts else None)
+        if part is not None:
+            yield from self._end("completed")
+            yield from self._begin(part)
         if isinstance(read, CallBegin):
-            yield from self._end("completed")
-            yield from self._begin(Call(read.id, read.name))
             return
-        if isinstance(read, Content) and not isinstance(last, Text):
-            yield from self._end("completed")
-            yield from self._begin(Text())
-        last = self._parts[-1]
+        last, delta = self._parts[-1], {**self._position(), "delta": read.text}
         last.pieces.append(read.text)
-        if isinstance(last, Text):
-            yield self._event("response.output_text.delta", {**self._position(), "delta": read.text, "logprobs": []})
+        if isinstance(last, Call):
+            yield self._event("response.function_call_arguments.delta", delta)
+        elif isinstance(last, Thought):
+            yield self._event("response.reasoning_text.delta", delta)
         else:
-            yield self._event("response.function_call_arguments.delta", {**self._position(), "delta": read.text})
+            yield self._event("response.output_text.delta", {**delta, "logprobs": []})
 
     def _begin(self, part: Part) -> Iterator[bytes]:
         self._parts.append(part)
@@ -165,7 +182,7 @@ class ResponsesAnswer(PartsWriter, eq=False):
             item["content"] = []
         yield self._event("response.output_item.added", {"output_index": position["output_index"], "item": item})
         if isinstance(part, Text):
-            yield self._event("response.content_part.added", {**position, "part": _content("")})
+            yield self._event("response.content_part.added", {**position, "part": _content(type(part)())})
 
     def _end(self, status: str) -> Iterator[bytes]:
         """Ends the open item, if there is one."""
@@ -173,8 +190,12 @@ class ResponsesAnswer(PartsWriter, eq=False):
             return
         part, position = self._parts[-1], self._position()
         if isinstance(part, Text):
-            yield self._event("response.output_text.done", {**position, "text": part.text, "logprobs": []})
-            yield self._event("response.content_part.done", {**position, "part": _content(part.text)})
+            done = {**position, "text": part.text}
+            if isinstance(part, Thought):
+                yield self._event("response.reasoning_text.done", done)
+            else:
+                yield self._event("response.output_text.done", {**done, "logprobs": []})
+            yield self._event("response.content_part.done", {**position, "part": _content(part)})
         else:
             fields = {**position, "name": part.name, "arguments": part.arguments}
             yield self._event("response.function_call_arguments.done", fields)
@@ -191,12 +212,15 @@ class ResponsesAnswer(PartsWriter, eq=False):
     # Values
 
     def _id(self, index: int, part: Part) -> str:
-        return f"{'msg' if isinstance(part, Text) else 'fc'}{self.suffix}-{index}"
+        kind = "fc" if isinstance(part, Call) else "rs" if isinstance(part, Thought) else "msg"
+        return f"{kind}{self.suffix}-{index}"
 
     def _item(self, index: int, part: Part, status: str = "completed") -> dict[str, Any]:
         id = self._id(index, part)
+        if isinstance(part, Thought):
+            return {"id": id, "type": "reasoning", "status": status, "summary": [], "content": [_content(part)]}
         if isinstance(part, Text):
-            content = [_content(part.text)]
+            content = [_content(part)]
             return {"id": id, "type": "message", "status": status, "role": "assistant", "content": content}
         head = {"id": id, "type": "function_call", "status": status, "call_id": part.id}
         return {**head, "name": part.name, "arguments": part.arguments}
@@ -217,6 +241,7 @@ class ResponsesAnswer(PartsWriter, eq=False):
             "output": items,
             "parallel_tool_calls": request.parallel_tool_calls is not False,
             "previous_response_id": None,
+            "reasoning": {"effort": chat.reasoning_effort, "summary": None},
             "store": False,
             "temperature": 1.0 if chat.temperature is None else chat.temperature,
             "text": {"format": {"type": "text"}} if request.text is None else _text(request),
@@ -233,7 +258,7 @@ class ResponsesAnswer(PartsWriter, eq=False):
             "input_tokens": prompt,
             "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
             "output_tokens": answer,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
             "total_tokens": prompt + answer,
         }
 
@@ -245,8 +270,10 @@ def responses_answer(
     return ResponsesAnswer(suffix, int(time.time()), body, choices=choices)
 
 
-def _content(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _content(part: Text) -> dict[str, Any]:
+    if isinstance(part, Thought):
+        return {"type": "reasoning_text", "text": part.text}
+    return {"type": "output_text", "text": part.text, "annotations": [], "logprobs": []}
 
 
 def _text(request: ResponsesRequest) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from orchestrator.gateway.openai.protocol import (
     MAX_TOOLS,
     ChatMessage,
     ChatRequest,
+    Effort,
     FunctionCall,
     FunctionDefinition,
     FunctionName,
@@ -33,14 +34,15 @@ _KEPT = ("previous_response_id", "conversation", "prompt")
 
 
 class ContentPart(msgspec.Struct):
-    """One part of a message or of a function's output; only text is supported."""
+    """One part of a message, of a function's output or of reasoning; only text is supported."""
 
-    type: Literal["input_text", "output_text", "text"]
+    type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
     text: str
 
 
 class InputItem(msgspec.Struct):
-    """One item of the input. Reasoning of earlier answers does not reach the model."""
+    """One item of the input. Of reasoning, the model gets the content, or else the summary; encrypted reasoning does
+    not reach it."""
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] | None = None  # null: message
     role: Literal["user", "assistant", "system", "developer"] | None = None
@@ -49,6 +51,7 @@ class InputItem(msgspec.Struct):
     name: str | None = None
     arguments: str | None = None
     output: str | list[ContentPart] | None = None
+    summary: list[ContentPart] | None = None
 
 
 class FunctionTool(msgspec.Struct):
@@ -79,6 +82,13 @@ class TextConfig(msgspec.Struct):
     verbosity: Ignored = None
 
 
+class ReasoningConfig(msgspec.Struct):
+    """``summary`` is ignored: the answer has the reasoning itself."""
+
+    effort: Effort | None = None
+    summary: Ignored = None
+
+
 class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/responses. ``None`` means the default."""
 
@@ -94,6 +104,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     text: TextConfig | None = None
     stream: bool | None = None
     truncation: Literal["disabled"] | None = None
+    reasoning: ReasoningConfig | None = None
     include: list[Literal["reasoning.encrypted_content"]] | None = None
     priority: Priority | None = None  # as in chats
     metadata: dict[str, str] | None = None  # returned in the answer
@@ -105,7 +116,6 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     # Ignored: they do not affect the answer's tokens.
     store: Ignored = None
     stream_options: Ignored = None
-    reasoning: Ignored = None
     max_tool_calls: Ignored = None
     user: Ignored = None
     safety_identifier: Ignored = None
@@ -162,6 +172,7 @@ def read_responses(body: bytes) -> ResponsesChat:
         top_p=request.top_p,
         stream=request.stream,
         priority=request.priority,
+        reasoning_effort=None if request.reasoning is None else request.reasoning.effort,
         request=request,
     )
     with renamed(ResponsesChat.names):
@@ -186,15 +197,19 @@ def _messages(request: ResponsesRequest) -> list[ChatMessage]:
 
 
 def _add(messages: list[ChatMessage], item: InputItem, where: str) -> None:
-    """Adds an item: calls belong to the assistant's message before them."""
+    """Adds an item: calls belong to the assistant's message before them, and reasoning to that behind it."""
+    last = messages[-1] if messages and messages[-1].role == "assistant" else None
     match item.type:
         case "reasoning":
-            return
+            thought = _text(item.content) or _text(item.summary)
+            if last is not None:
+                last.reasoning_content = "\n".join(filter(None, (last.reasoning_content, thought))) or None
+            elif thought:
+                messages.append(ChatMessage("assistant", reasoning_content=thought))
         case "function_call":
             name, arguments, id = _given(item.name, f"{where}.name"), item.arguments or "", item.call_id
             call = ToolCall(FunctionCall(name, arguments), _given(id, f"{where}.call_id"))
-            last = messages[-1] if messages else None
-            if last is not None and last.role == "assistant":
+            if last is not None:
                 last.tool_calls = [*(last.tool_calls or ()), call]
             else:
                 messages.append(ChatMessage("assistant", tool_calls=[call]))
@@ -202,7 +217,11 @@ def _add(messages: list[ChatMessage], item: InputItem, where: str) -> None:
             id = _given(item.call_id, f"{where}.call_id")
             messages.append(ChatMessage("tool", _text(item.output), tool_call_id=id))
         case _:
-            messages.append(ChatMessage(_given(item.role, f"{where}.role"), _text(item.content)))
+            role, text = _given(item.role, f"{where}.role"), _text(item.content)
+            if role == "assistant" and last is not None and last.content is None and not last.tool_calls:
+                last.content = text
+            else:
+                messages.append(ChatMessage(role, text))
 
 
 def _given(value: str | None, param: str) -> str:

@@ -32,10 +32,12 @@ def joined_message(stream: list[dict[str, Any]]) -> dict[str, Any]:
                 message["content"].append(event["content_block"])
             case "content_block_delta":
                 block, delta = message["content"][event["index"]], event["delta"]
-                if delta["type"] == "text_delta":
-                    block["text"] += delta["text"]
-                else:
+                kind = delta["type"].removesuffix("_delta")
+                if kind == "input_json":
                     inputs[event["index"]] = inputs.get(event["index"], "") + delta["partial_json"]
+                else:
+                    assert block["type"] == {"signature": "thinking"}.get(kind, kind)
+                    block[kind] += delta[kind]
             case "content_block_stop":
                 assert event["index"] == len(message["content"]) - 1
             case "message_delta":
@@ -73,8 +75,9 @@ def _joined_item(first: dict[str, Any], place: int, rest: Iterator[dict[str, Any
     done: dict[str, Any] = events[-1]["item"]
     assert {(event["item_id"], event["output_index"]) for event in about} == {(begun["id"], place)}
     assert begun["status"] == "in_progress"
-    if done["type"] == "message":
-        assert kinds[1:-1] == ["content_part.added", "output_text.done", "content_part.done"]
+    if done["type"] in ("message", "reasoning"):
+        text = "output_text" if done["type"] == "message" else "reasoning_text"
+        assert kinds[1:-1] == ["content_part.added", f"{text}.done", "content_part.done"]
         assert about[-1]["part"] == done["content"][0]
         assert begun == {**done, "status": "in_progress", "content": []}
         texts = about[-2]["text"], done["content"][0]["text"]

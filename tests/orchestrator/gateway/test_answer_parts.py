@@ -1,4 +1,4 @@
-"""The answers of APIs that list texts and calls: however a model's text is cut into tokens, the answer is the same."""
+"""Answers with reasoning, texts and calls: however a model's text is cut into tokens, the answer is the same."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from orchestrator.gateway.anthropic.answers import MessagesAnswer
-from orchestrator.gateway.openai.answers import Choice
+from orchestrator.gateway.anthropic.answers import PING, MessagesAnswer
+from orchestrator.gateway.openai.answers import HIDDEN_TOKENS, Answer, ChatCompletion, Choice
 from orchestrator.gateway.openai.errors import engine_failed
 from orchestrator.gateway.reading.call_text import completed_object
+from orchestrator.gateway.reading.events import Content
 from orchestrator.gateway.responses.answers import Response, ResponsesAnswer
 from orchestrator.gateway.responses.requests import read_responses
 from tests.orchestrator.gateway.event_streams import joined_message, joined_response, read_events, without_ids
@@ -24,12 +25,31 @@ from tests.searches import search
 from workers.messages.requests import FinishReason, TokenEvent
 
 CALL = '<tool_call>{"name": "f", "arguments": {"a": [1, "}"], "b": "é"}}</tool_call>'
-PIECES = ["Hello", " ", "\n", "é", "<tool_call>", "</tool_call>", "{", "}", '"name"', '"f"', ":", ",", CALL, CALL]
+THOUGHT = "<think>Hm, é.</think>"
+PIECES = [
+    "Hello",
+    " ",
+    "\n",
+    "é",
+    "<think>",
+    THOUGHT,
+    "<tool_call>",
+    "</tool_call>",
+    "{",
+    "}",
+    '"name"',
+    '"f"',
+    ":",
+    ",",
+    CALL,
+    CALL,
+]
 TEXTS = st.lists(st.sampled_from(PIECES), max_size=10).map("".join)
 CUTS = st.lists(st.integers(0, 300), max_size=12)
 FINISHES = st.sampled_from([FinishReason.STOP, FinishReason.LENGTH])
 RESPONSES = read_responses(b'{"model": "m", "input": "Hi"}')
-CALLINGS = st.sampled_from(["", "auto", "named"])
+COMPLETE = st.lists(st.sampled_from(["Hello", " ", "é", THOUGHT, CALL]), max_size=6).map("".join)
+CALLINGS = st.sampled_from(["", "auto", "named", "thinking"])
 
 
 def events_of(text: str, cuts: Sequence[int], finish: FinishReason) -> list[TokenEvent]:
@@ -40,8 +60,9 @@ def events_of(text: str, cuts: Sequence[int], finish: FinishReason) -> list[Toke
 
 
 def choice_for(calling: str, *, streamed: bool) -> Choice:
-    format: str = "hermes"
-    parser = reader_of(format, calling, streamed=streamed) if calling else None
+    if calling == "thinking":
+        return Choice(0, [1, 2, 3], reader=reader_of("hermes", streamed=streamed, chat_template="<think>"))
+    parser = reader_of("hermes", calling, streamed=streamed) if calling else None
     return Choice(0, [1, 2, 3], reader=parser)
 
 
@@ -54,9 +75,9 @@ def message(text: str, cuts: Sequence[int], finish: FinishReason, calling: str) 
     return without_ids(joined_message(read_events(written.decode())))
 
 
-def whole_message(text: str, finish: FinishReason, calling: str) -> dict[str, Any]:
+def whole_message(text: str, cuts: Sequence[int], finish: FinishReason, calling: str) -> dict[str, Any]:
     choice = choice_for(calling, streamed=False)
-    body = MessagesAnswer("msg-1", "m", 99, "r1", choices=[choice]).whole([(choice, events_of(text, (), finish))])
+    body = MessagesAnswer("msg-1", "m", 99, "r1", choices=[choice]).whole([(choice, events_of(text, cuts, finish))])
     assert isinstance(body, bytes)
     return without_ids(json.loads(body))
 
@@ -74,16 +95,16 @@ def test_a_message_does_not_depend_on_how_its_text_is_cut(
     assert without_counts(message(text, cuts, finish, calling)) == without_counts(message(text, (), finish, calling))
 
 
-@given(st.lists(st.sampled_from(["Hello", " ", "é", CALL]), max_size=6).map("".join), CUTS, FINISHES, CALLINGS)
+@given(COMPLETE, CUTS, FINISHES, CALLINGS)
 @example('{"a": 1, "b": "x', [3], FinishReason.LENGTH, "named")
 @search(60)
 def test_a_joined_message_equals_the_one_that_is_not_streamed(
     text: str, cuts: list[int], finish: FinishReason, calling: str
 ) -> None:
-    """Where every call is complete, or is the whole answer."""
-    streamed, whole = message(text, cuts, finish, calling), whole_message(text, finish, calling)
+    """Where every call is complete, or is the whole answer; its tokens are counted alike."""
+    streamed, whole = message(text, cuts, finish, calling), whole_message(text, cuts, finish, calling)
 
-    assert without_counts(streamed) == without_counts(whole)
+    assert streamed == whole
 
 
 def response_stream(
@@ -100,9 +121,9 @@ def response_stream(
     return read_events(written.decode())
 
 
-def whole_response(text: str, finish: FinishReason, calling: str) -> dict[str, Any]:
+def whole_response(text: str, cuts: Sequence[int], finish: FinishReason, calling: str) -> dict[str, Any]:
     choice = choice_for(calling, streamed=False)
-    body = ResponsesAnswer("-1", 0, RESPONSES, choices=[choice]).whole([(choice, events_of(text, (), finish))])
+    body = ResponsesAnswer("-1", 0, RESPONSES, choices=[choice]).whole([(choice, events_of(text, cuts, finish))])
     assert isinstance(body, bytes)
     read: dict[str, Any] = json.loads(body)
     return read
@@ -110,7 +131,7 @@ def whole_response(text: str, finish: FinishReason, calling: str) -> dict[str, A
 
 def without_call_ids(response: dict[str, Any]) -> dict[str, Any]:
     output = [{name: value for name, value in item.items() if name != "call_id"} for item in response["output"]]
-    return {**response, "output": output, "usage": None}
+    return {**response, "output": output}
 
 
 @given(TEXTS, CUTS, FINISHES, CALLINGS)
@@ -121,19 +142,19 @@ def test_a_response_does_not_depend_on_how_its_text_is_cut(
     """Its events are in the order that clients expect, and join to the items of the last one."""
     cut, uncut = (joined_response(response_stream(text, places, finish, calling)) for places in (cuts, ()))
 
-    assert without_call_ids(cut) == without_call_ids(uncut)
+    assert without_call_ids(cut) == {**without_call_ids(uncut), "usage": cut["usage"]}
     msgspec.convert(cut, Response)
 
 
-@given(st.lists(st.sampled_from(["Hello", " ", "é", CALL]), max_size=6).map("".join), CUTS, FINISHES, CALLINGS)
+@given(COMPLETE, CUTS, FINISHES, CALLINGS)
 @search(60)
 def test_a_joined_response_equals_the_one_that_is_not_streamed(
     text: str, cuts: list[int], finish: FinishReason, calling: str
 ) -> None:
-    """Where every call is complete, or is the whole answer."""
+    """As with Messages."""
     streamed = joined_response(response_stream(text, cuts, finish, calling))
 
-    assert without_call_ids(streamed) == without_call_ids(whole_response(text, finish, calling))
+    assert without_call_ids(streamed) == without_call_ids(whole_response(text, cuts, finish, calling))
 
 
 @given(TEXTS, CUTS, CALLINGS, st.integers(0, 12))
@@ -148,6 +169,86 @@ def test_a_response_that_fails_ends_with_what_it_had(text: str, cuts: list[int],
     assert [item["status"] for item in failed["output"][:-1]] == ["completed"] * len(failed["output"][:-1])
     assert all(item["status"] == "incomplete" for item in failed["output"][-1:])
     msgspec.convert(failed, Response)
+
+
+def chat_chunks(text: str, cuts: Sequence[int], finish: FinishReason, choice: Choice) -> list[dict[str, Any]]:
+    """The chunks of a streamed chat; the last has the usage."""
+    answer = Answer("i", "m", 0, True, choices=[choice])
+    written = answer.opening(choice)
+    for event in events_of(text, cuts, finish):
+        written += answer.events(choice, [event])
+    lines = (written + answer.closing(include_usage=True)).decode().split("\n\n")
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+
+
+@given(COMPLETE, CUTS, FINISHES)
+@search(60)
+def test_a_joined_chat_equals_the_one_that_is_not_streamed(text: str, cuts: list[int], finish: FinishReason) -> None:
+    """Content, reasoning by both of its names, calls, finish reason and usage."""
+    *chunks, last = chat_chunks(text, cuts, finish, choice_for("thinking", streamed=True))
+    choice = choice_for("thinking", streamed=False)
+    body = Answer("i", "m", 0, True, choices=[choice]).whole([(choice, events_of(text, cuts, finish))])
+
+    whole = msgspec.json.decode(b"".join(body) if isinstance(body, list) else body, type=ChatCompletion)
+
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    content, reasoning, older = (
+        "".join(delta.get(name, "") for delta in deltas) for name in ("content", "reasoning", "reasoning_content")
+    )
+    pieces = [call["function"]["arguments"] for delta in deltas for call in delta.get("tool_calls", ())]
+    (only,) = whole.choices
+    assert (only.message.content or "", only.message.reasoning or "") == (content, reasoning)
+    assert only.message.reasoning_content == only.message.reasoning
+    assert older == reasoning
+    assert "".join(call.function.arguments for call in only.message.tool_calls or ()) == "".join(pieces)
+    assert only.finish_reason == chunks[-1]["choices"][0]["finish_reason"]
+    assert msgspec.to_builtins(whole.usage) == last["usage"]
+
+
+def test_tokens_of_reasoning_are_counted() -> None:
+    """Those that the reader read as reasoning, with the mark before it, and not those of the call behind it."""
+    tokens = events_of(f"Hm, well.</think>{CALL}", (3, 9, 17, 30), FinishReason.STOP)
+    choice = choice_for("thinking", streamed=False)
+    choice.read(TokenEvent(id="r", text="<think>", token_ids=[5]))
+
+    for event in tokens:
+        choice.read(event)
+
+    assert choice.reasoning_tokens == 3
+
+
+def test_a_retry_reads_its_answer_from_the_beginning() -> None:
+    """A replica that is lost in the middle of an answer leaves nothing in it."""
+    choice = choice_for("thinking", streamed=False)
+    choice.new_reader = lambda: reader_of("hermes", streamed=False, chat_template="<think>")
+    choice.gather([TokenEvent(id="r", text="<think>Hm", token_ids=[5])])
+
+    assert choice.gather(events_of("Yes.", (), FinishReason.STOP), attempt=1) == [Content("Yes.")]
+    assert choice.reasoning_tokens == 0
+
+
+def test_a_stream_that_leaves_reasoning_out_gets_pings() -> None:
+    """A proxy could close a connection that is silent for minutes."""
+    choice = choice_for("thinking", streamed=True)
+    choice.shows_reasoning = False
+    answer = MessagesAnswer("msg-1", "m", 99, "r1", choices=[choice])
+    thought = TokenEvent(id="r", text="Hm", token_ids=[5] * (HIDDEN_TOKENS // 2))
+    choice.read(TokenEvent(id="r", text="<think>"))
+
+    written = [answer.events(choice, [thought]) or answer.silence(choice) for _ in range(6)]
+
+    assert written == [b"", PING] * 3
+
+
+def test_reasoning_that_is_hidden_is_counted() -> None:
+    """Of a client that has not requested it."""
+    choice = choice_for("thinking", streamed=True)
+    choice.shows_reasoning = False
+
+    chunks = chat_chunks(THOUGHT + "Yes.", (10,), FinishReason.STOP, choice)
+
+    assert "Hm" not in json.dumps(chunks)
+    assert chunks[-1]["usage"]["completion_tokens_details"] == {"reasoning_tokens": 2}
 
 
 @pytest.mark.parametrize(

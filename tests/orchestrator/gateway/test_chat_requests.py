@@ -10,6 +10,7 @@ import pytest
 
 from orchestrator.gateway.openai import body_reader, protocol
 from orchestrator.gateway.openai.errors import ApiError
+from orchestrator.gateway.openai.template_variables import template_variables
 
 HELLO = [{"role": "user", "content": "hi"}]
 CITY = {"type": "object", "properties": {"city": {"$ref": "#/$defs/city"}}, "$defs": {"city": {"enum": ["Paris"]}}}
@@ -46,6 +47,56 @@ def test_a_message_reaches_the_template_as_templates_expect_it() -> None:
     assert for_template({"role": "tool", "content": "4", "tool_call_id": "c"}) == [
         {"role": "tool", "content": "4", "tool_call_id": "c"}
     ]
+    for name in ("reasoning_content", "reasoning"):
+        for role in ("assistant", "user"):
+            reasoned = {"reasoning_content": "Hm."} if role == "assistant" else {}
+            assert for_template({"role": role, name: "Hm."}) == [{"role": role, "content": "", **reasoned}]
+
+
+GPT_OSS = '{%- if reasoning_effort is not defined %}{%- set reasoning_effort = "medium" %}{%- endif %}'
+MISTRAL = "{%- if reasoning_effort not in ['none', 'high'] %}{{ raise_exception('...') }}{%- endif %}"
+GLM = "{%- set effort = reasoning_effort if reasoning_effort in ['low', 'high'] else 'max' %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "fields", "variables"),
+    [
+        (GPT_OSS, {}, {}),
+        (GPT_OSS, {"chat_template_kwargs": {"a": 1}}, {"a": 1}),
+        (GPT_OSS, {"reasoning_effort": "low"}, {"reasoning_effort": "low"}),
+        (GPT_OSS, {"reasoning_effort": "xhigh"}, {"reasoning_effort": "high"}),
+        (MISTRAL, {"reasoning_effort": "medium"}, {"reasoning_effort": "high"}),
+        (MISTRAL, {"reasoning_effort": "minimal"}, {"reasoning_effort": "none"}),
+        (GLM, {"reasoning_effort": "max"}, {"reasoning_effort": "max"}),
+        ("no variables", {"reasoning_effort": "low"}, {}),
+        (None, {"reasoning_effort": "low"}, {}),
+        (
+            "{{ enable_thinking }}",
+            {"reasoning_effort": "none"},
+            {"enable_thinking": False, "thinking": False, "thinking_budget": 0},
+        ),
+        (
+            GPT_OSS,
+            {"thinking": {"type": "disabled"}, "thinking_token_budget": 9},
+            {"enable_thinking": False, "thinking": False, "thinking_budget": 0},
+        ),
+        (
+            GPT_OSS,
+            {"thinking": {"type": "enabled", "budget_tokens": 9}},
+            {"enable_thinking": True, "thinking": True, "thinking_budget": 9},
+        ),
+        (
+            GPT_OSS,
+            {"thinking": {"type": "adaptive"}, "chat_template_kwargs": {"enable_thinking": False}},
+            {"enable_thinking": False, "thinking": True},
+        ),
+    ],
+)
+def test_reasoning_is_controlled_by_variables_of_the_template(
+    template: str | None, fields: dict[str, Any], variables: dict[str, Any]
+) -> None:
+    """Efforts are those that the template's model knows; the client's own variables come first."""
+    assert template_variables(read(**fields), template) == variables
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from orchestrator.gateway.anthropic.answers import Message, MessageError
+from orchestrator.gateway.anthropic.requests import read_messages
 from tests.fleet import until
 from tests.orchestrator.gateway.event_streams import joined_message, read_events, without_ids
 from tests.orchestrator.gateways import LiveGateway, routes
@@ -156,7 +157,7 @@ def test_each_stop_reason_is_reported(place: Place) -> None:
 
 
 def test_the_system_prompt_is_a_text_or_blocks(place: Place) -> None:
-    """Hints about caching are ignored, and there is no thinking to be cleared."""
+    """Hints about caching are ignored, and the template clears thinking by itself."""
     hint = {"cache_control": {"type": "ephemeral"}}
     blocks = [{"type": "text", "text": "Be ", **hint}, {"type": "text", "text": "brief."}]
 
@@ -168,13 +169,14 @@ def test_the_system_prompt_is_a_text_or_blocks(place: Place) -> None:
 
 
 def test_calls_and_results_go_back_to_the_model(place: Place) -> None:
-    """Each result is a message of the tool; thinking of earlier answers is left out."""
+    """Each result is a message of the tool. Thinking of earlier answers comes along, except what cannot be read."""
     messages = [
         *HELLO,
         {
             "role": "assistant",
             "content": [
                 {"type": "thinking", "thinking": "Hm.", "signature": "x"},
+                {"type": "redacted_thinking", "data": "x"},
                 {"type": "text", "text": "Wait."},
                 {"type": "tool_use", "id": "t1", "name": "now", "input": {"a": [1]}},
             ],
@@ -190,8 +192,25 @@ def test_calls_and_results_go_back_to_the_model(place: Place) -> None:
 
     prompt = place.prompt_of(messages=messages, tools=TOOLS)
 
-    turns = 'user: Hi\nassistant: Wait. now({"a": [1]})\ntool: noon\nuser: Go on.\nassistant:'
+    turns = 'user: Hi\nassistant: <Hm.> Wait. now({"a": [1]})\ntool: noon\nuser: Go on.\nassistant:'
     assert prompt.partition("\n")[2] == turns
+
+
+@pytest.mark.parametrize(
+    ("thinking", "shown"),
+    [
+        (None, False),
+        ({"type": "disabled"}, False),
+        ({"type": "enabled", "budget_tokens": 31999}, True),
+        ({"type": "adaptive", "display": "summarized"}, True),
+        ({"type": "adaptive", "display": "omitted"}, False),
+    ],
+)
+def test_thinking_is_in_the_answer_if_it_was_requested(thinking: Any, shown: bool) -> None:
+    """Other clients may take the first block for the text."""
+    body = {"model": "m", "messages": HELLO, "max_tokens": 32000, "thinking": thinking}
+
+    assert read_messages(msgspec.json.encode(body)).shows_reasoning is shown
 
 
 def test_an_assistants_text_at_the_end_begins_the_answer(place: Place) -> None:
@@ -239,7 +258,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0].type"),
     ({"messages": [{"role": "user", "content": []}]}, "messages: none has text, a tool use or a tool result"),
     ({"messages": [{"role": "system", "content": "x"}]}, "messages[0].role"),
-    ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking.type: Invalid enum value 'enabled'"),
+    ({"thinking": {"type": "often"}}, "thinking.type: Invalid enum value 'often'"),
     ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management.edits[0].type"),
     ({"context_management": {"edit": []}}, "Unrecognized request argument supplied: edit"),
     ({"mcp_servers": []}, "Unrecognized request argument supplied: mcp_servers"),

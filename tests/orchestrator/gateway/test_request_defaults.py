@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from orchestrator.gateway.openai.protocol import ChatRequest, SamplingFields
+from orchestrator.gateway.openai.template_variables import EFFORTS
 from placements.spec.sections import RequestDefaults
 from tests.orchestrator.gateways import LiveGateway, routes
 from tests.orchestrator.scripted import ScriptedEngine, ScriptedReplica, save_tools_tokenizer
@@ -25,6 +26,7 @@ DEFAULTS = {
     "top_p": 0.5,
     "top_k": 7,
     "stop": ["END"],
+    "reasoning_effort": "low",
     "chat_template_kwargs": {"mood": "glad"},
 }
 ALIASES = {"aliases": ["brief", "plain"], "adapters": ["a"], "request_defaults": {"brief": DEFAULTS}}
@@ -37,7 +39,7 @@ COMPLETIONS: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "Hi"},
     "/invocations": {"inputs": "Hi"},
 }
-TEMPLATE = "{% if mood %}mood: {{ mood }}\n{% endif %}"
+TEMPLATE = "{% if mood %}mood: {{ mood }}, effort: {{ reasoning_effort }}\n{% endif %}"
 
 
 class Place:
@@ -99,10 +101,10 @@ def test_a_request_without_a_field_gets_the_default(place: Place, path: str) -> 
 
 @pytest.mark.parametrize("path", CHATS)
 def test_a_chat_without_a_system_prompt_gets_the_default(place: Place, path: str) -> None:
-    """And the variables of the chat template."""
+    """And the variables of the chat template, one of them by a field of its own."""
     place.ask(path, **CHATS[path])
 
-    assert place.prompt == "mood: glad\nsystem: Be brief.\nuser: Hi\nassistant:"
+    assert place.prompt == "mood: glad, effort: low\nsystem: Be brief.\nuser: Hi\nassistant:"
 
 
 @pytest.mark.parametrize("path", COMPLETIONS)
@@ -245,9 +247,10 @@ def test_defaults_have_the_names_and_bounds_of_request_fields() -> None:
     """A spec cannot set what a request could not."""
     sampled = RequestDefaults.model_json_schema()["properties"]
     sent = msgspec.json.schema(SamplingFields)["$defs"]["SamplingFields"]["properties"]
-    own = ("system", "stop", "chat_template_kwargs")
+    own = ("system", "stop", "chat_template_kwargs", "reasoning_effort")
 
     assert set(sampled) - {"system"} <= set(ChatRequest.__struct_fields__)
     for name in set(sampled) - set(own):
         ours, theirs = (schema[name]["anyOf"][0] for schema in (sampled, sent))
         assert {key: ours[key] for key in ours if key not in ("title", "description")} == theirs, name
+    assert tuple(sampled["reasoning_effort"]["anyOf"][0]["enum"]) == EFFORTS

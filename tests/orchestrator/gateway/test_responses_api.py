@@ -70,16 +70,22 @@ def test_a_streamed_text_has_the_documented_sequence_of_events(place: Place) -> 
 
 
 def test_calls_and_outputs_go_back_to_the_model(place: Place) -> None:
-    """Instructions come first; calls belong to the assistant's message before them."""
+    """Instructions come first; calls belong to the assistant's message before them, reasoning to that behind it."""
     items = [
         {"role": "user", "content": [{"type": "input_text", "text": "Hi"}]},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
         {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Wait."}]},
         {"type": "function_call", "call_id": "c1", "name": "now", "arguments": '{"a": [1]}'},
         {"type": "function_call_output", "call_id": "c1", "output": "noon"},
+        {"type": "reasoning", "summary": [], "encrypted_content": "x"},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Again?"}], "content": None},
+        {"type": "function_call", "call_id": "c2", "name": "now", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c2", "output": "one"},
     ]
 
     assert ask(place, input=items, instructions="Be brief.").status_code == 200
-    turns = 'system: Be brief.\nuser: Hi\nassistant: Wait. now({"a": [1]})\ntool: noon\nassistant:'
+    turns = 'system: Be brief.\nuser: Hi\nassistant: <Hm.> Wait. now({"a": [1]})\ntool: noon\n'
+    turns += "assistant: <Again?>  now({})\ntool: one\nassistant:"
     assert place.engine.prompts[-1].removeprefix("<|bos|>") == turns
 
 

@@ -366,6 +366,36 @@ def test_the_role_developer_becomes_system_if_the_template_does_not_have_it(tmp_
     assert rendered(tmp_path, knows, chat) == "developer"
 
 
+@pytest.mark.parametrize(
+    ("template", "content", "calls", "text"),
+    [
+        ("{{ m.reasoning_content }} | {{ m.content }}", "So.", True, "Hm. | So."),  # Qwen3, GLM, Kimi
+        ("{{ m.get('reasoning') }} | {{ m.content }}", "So.", True, "Hm. | So."),  # Gemma 4
+        ("{{ m.thinking }} | {{ m.content }}", "So.", True, "Hm. | So."),  # LFM2
+        ("{{ '<|channel|>' ~ m.thinking ~ ' | ' ~ m.content }}", "So.", False, "<|channel|>Hm. | So."),  # gpt-oss
+        ("{{ '<|channel|>' ~ m.thinking ~ ' | ' ~ m.content }}", "", True, "<|channel|>Hm. | "),
+        ("{{ '<|channel|>' ~ m.thinking ~ ' | ' ~ m.content }}", "So.", True, "<|channel|>Hm.\n\nSo. | "),
+        (  # Mistral
+            "{% for b in m.content %}{{ '[THINK]' ~ b.thinking if b.type == 'thinking' else b.text }}{% endfor %}",
+            "So.",
+            False,
+            "[THINK]Hm.So.",
+        ),
+        ("{{ m.content }}{% if thinking %}<think>{% endif %}", "So.", True, "So."),  # DeepSeek: reads none
+    ],
+)
+def test_reasoning_gets_the_name_that_the_template_reads(
+    tmp_path: Path, template: str, content: str, calls: bool, text: str
+) -> None:
+    """The expressions are those of the families' templates."""
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    message: dict[str, object] = {"role": "assistant", "content": content, "reasoning_content": "Hm."}
+    if calls:
+        message["tool_calls"] = [call]
+
+    assert rendered(tmp_path, "{% set m = messages[0] %}" + template, [message]) == text
+
+
 def test_ids_are_converted_to_text_and_to_vocabulary_entries(hub: Tokenizer) -> None:
     """Special tokens have their names; unknown ids are empty."""
     ids = hub.encode("Hi there 🙂")
