@@ -41,10 +41,11 @@ class AnsweredCall(msgspec.Struct):
 
 
 class AnswerMessage(msgspec.Struct):
-    """``content`` is null if the answer is only calls."""
+    """``content`` is null if the answer is only calls; nothing is refused."""
 
     role: Literal["assistant"]
     content: str | None
+    refusal: None
     tool_calls: list[AnsweredCall] | UnsetType = UNSET
 
 
@@ -355,7 +356,7 @@ class Answer(AnswerWriter, eq=False):
         for choice, events in answers:
             text = choice.echo + "".join([event.text for event in events])
             finish = _finish(events[-1])
-            message: dict[str, Any] = {"role": "assistant", "content": text}
+            message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
             if choice.reader is not None:
                 message = message_of([*choice.reader.push(text), *choice.reader.flush()])
                 finish = choice.reader.finish_reason(finish)
@@ -387,7 +388,7 @@ class Answer(AnswerWriter, eq=False):
             b"chat.completion" if self.chat else b"text_completion",
             self.created,
             _encode(self.model),
-            b'"message":{"role":"assistant","content":%b}' % text if self.chat else b'"text":%b' % text,
+            b'"message":{"role":"assistant","content":%b,"refusal":null}' % text if self.chat else b'"text":%b' % text,
             _finish(events[-1]).encode(),
             prompt,
             completion,
@@ -519,8 +520,8 @@ def message_of(events: Sequence[Event]) -> dict[str, Any]:
         elif isinstance(event, CallArguments):
             calls[-1]["function"]["arguments"] += event.text
     if not calls:
-        return {"role": "assistant", "content": content}
-    return {"role": "assistant", "content": content or None, "tool_calls": calls}
+        return {"role": "assistant", "content": content, "refusal": None}
+    return {"role": "assistant", "content": content or None, "refusal": None, "tool_calls": calls}
 
 
 def delta_of(events: Sequence[Event]) -> dict[str, Any]:

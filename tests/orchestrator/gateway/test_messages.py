@@ -31,6 +31,8 @@ TOOLS = [
     {"name": "now", "input_schema": {"type": "object"}},
 ]
 
+SEARCH = {"type": "web_search_20250305", "name": "web_search", "max_uses": 3}
+
 
 class Place:
     """A gateway with a model that says what a test sets."""
@@ -238,14 +240,13 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages: at least one message is required"),
     ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0].type"),
     ({"messages": [{"role": "user", "content": []}]}, "messages: none has text, a tool use or a tool result"),
-    ({"messages": [{"role": "system", "content": "x"}]}, "messages[0].role"),
-    ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking.type: Invalid enum value 'enabled'"),
+    ({"messages": [{"role": "critic", "content": "x"}]}, "messages[0].role"),
     ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management.edits[0].type"),
-    ({"context_management": {"edit": []}}, "Unrecognized request argument supplied: edit"),
-    ({"mcp_servers": []}, "Unrecognized request argument supplied: mcp_servers"),
-    ({"stop": "x"}, "stop; here: stop_sequences"),
+    ({"mcp_servers": [{}]}, "mcp_servers is not supported; here: tools"),
+    ({"stop": "x"}, "stop is not supported; here: stop_sequences"),
     ({"temperature": 3}, "temperature: 3 is out of range"),
-    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
+    ({"tools": [*TOOLS, SEARCH], "tool_choice": {"type": "tool", "name": "web_search"}}, "server cannot run"),
+    ({"tools": [SEARCH], "tool_choice": {"type": "any"}}, "this server cannot run web_search"),
     ({"tool_choice": {"type": "any"}}, "tool_choice requires tools"),
     ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "x"}}, "'x' is not one of the tools"),
     (
