@@ -49,6 +49,15 @@ def test_a_message_reaches_the_template_as_templates_expect_it() -> None:
         assert for_template(call(text)) == [
             {"role": "assistant", "content": "", "tool_calls": [{"id": "c", "type": "function", "function": function}]}
         ]
+    turn = [
+        {"type": "thinking", "thinking": "hm"},
+        {"type": "think", "think": "hm"},
+        {"type": "refusal", "refusal": "No."},
+    ]
+    assert (
+        for_template({"role": "assistant", "content": turn}, {"role": "assistant", "refusal": "No."})
+        == [{"role": "assistant", "content": "No."}] * 2
+    )
     assert for_template({"role": "tool", "content": "4", "tool_call_id": "c"}) == [
         {"role": "tool", "content": "4", "tool_call_id": "c"}
     ]

@@ -208,6 +208,16 @@ def test_successive_messages_of_one_role_are_one(place: Place) -> None:
     assert place.prompt_of(messages=[*HELLO, *HELLO]) == "user: HiHi\nassistant:"
 
 
+def test_a_system_message_and_a_budget_are_accepted_and_tools_of_the_server_left_out(place: Place) -> None:
+    """As Claude Code sends them."""
+    messages = [*HELLO, {"role": "system", "content": "Skills are below."}]
+    thinking = {"type": "enabled", "budget_tokens": 31999}
+
+    prompt = place.prompt_of(messages=messages, thinking=thinking, tools=[SEARCH], tool_choice={"type": "auto"})
+
+    assert prompt == "user: Hi\nsystem: Skills are below.\nassistant:"
+
+
 def test_the_counted_tokens_are_those_of_the_answers_usage(place: Place) -> None:
     """With a system prompt and tools."""
     fields: dict[str, Any] = {"system": "Be brief.", "tools": TOOLS}
