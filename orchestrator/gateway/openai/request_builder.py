@@ -21,6 +21,7 @@ from orchestrator.gateway.openai.protocol import (
     Chat,
     ChatRequest,
     CompletionRequest,
+    CutCalls,
     DetokenizeRequest,
     NamedTool,
     TokenizeChatRequest,
@@ -45,7 +46,8 @@ def chat_prompt(request: Chat, tokenizer: PromptTokenizer, most: int | None = No
     """Returns the token ids of the chat, rendered by the model's template. With `tool_choice: none` the prompt has no
     tools. Raises ApiError 400, and TooManyTokens for more than ``most`` ids.
     """
-    messages = [message.for_template(position) for position, message in enumerate(request.messages)]
+    cut = CutCalls()
+    messages = [message.for_template(position, cut) for position, message in enumerate(request.messages)]
     forbids = isinstance(request, ChatRequest) and request.calling == "none"
     tools = None if forbids else [tool.for_template() for tool in request.tools or ()]
     try:

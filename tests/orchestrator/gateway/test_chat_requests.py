@@ -216,6 +216,14 @@ def test_a_call_of_a_message_is_refused_without_being_decoded() -> None:
     assert bytes(request.messages[0].function_call) == call
 
 
+def test_calls_that_were_cut_off_are_completed_up_to_a_limit() -> None:
+    """Of all messages together: finding the complete members takes time."""
+    half = call('{"a": 1, "b": "' + "x" * (protocol.MAX_CUT_CHARACTERS // 2 - 20))
+    cut = protocol.CutCalls()
+    turns = [message.for_template(place, cut) for place, message in enumerate(read(messages=[half] * 3).messages)]
+    assert [turn["tool_calls"][0]["function"]["arguments"] for turn in turns] == [{"a": 1}, {"a": 1}, {}]
+
+
 def test_the_arguments_of_a_call_have_a_limit() -> None:
     call = {"function": {"name": "f", "arguments": json.dumps({"a": " " * body_reader.MAX_FIELD_BYTES})}}
     messages = [{"role": "assistant", "tool_calls": [call]}]

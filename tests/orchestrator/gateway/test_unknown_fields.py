@@ -89,6 +89,13 @@ def test_unknown_fields_do_not_change_a_request(fields: Json) -> None:
     assert {name.removeprefix("messages.") for name in unknown} <= fields.keys()
 
 
+def test_unknown_fields_of_very_many_objects_are_refused() -> None:
+    """Leaving them out would block the other clients."""
+    messages = [{"role": "user", "content": "x", "x_new": 1}] * (body_reader.MAX_UNKNOWN_OBJECTS + 1)
+    with pytest.raises(ApiError, match="unknown fields in more than"):
+        read("ChatRequest", {"messages": messages})
+
+
 IMAGINED = [
     *(
         ("ChatRequest", name)
