@@ -213,7 +213,7 @@ def _unsupported(name: str, instead: str) -> ApiError:
 
 def _chosen(choice: ChosenTool) -> str:
     if choice.type != "function":
-        message = f"tool_choice: {choice.name or choice.type!r} is a tool that this server cannot run"
+        message = f"tool_choice: {choice.name or choice.type!r} is not a function, and this server runs no other tools"
         raise invalid(message, param="tool_choice")
     return _given(choice.name, "tool_choice.name")
 
