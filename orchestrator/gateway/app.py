@@ -7,6 +7,7 @@ import itertools
 import logging
 import time
 import uuid
+from codecs import BOM_UTF8
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from orchestrator.gateway.authenticator import PREFLIGHT, Authenticator
 from orchestrator.gateway.controller_client import ControllerAway, ControllerClient
 from orchestrator.gateway.encoding.encoding import Encoding
 from orchestrator.gateway.generation import Generation, apply_to_prompt, with_defaults
-from orchestrator.gateway.http.exchange import JSON, Exchange
+from orchestrator.gateway.http.exchange import JSON, Exchange, header_list
 from orchestrator.gateway.http.http_server import HttpServer
 from orchestrator.gateway.http.route import ANY_SCOPE, HttpRoutes
 from orchestrator.gateway.key_limits import KeyLimits
@@ -35,6 +36,7 @@ from orchestrator.gateway.request_log import RequestLog, cancel
 from orchestrator.gateway.sagemaker import SageMaker
 from orchestrator.gateway.served_models import ServedModels
 from orchestrator.gateway.serving.model_queue import ModelQueue
+from orchestrator.gateway.serving.ticket import STRICT, read_flag
 from orchestrator.gateway.serving.tokenizers import Tokenizers
 from orchestrator.gateway.settings import GatewaySettings
 from orchestrator.gateway.telemetry.exposition import Page, Scrapes, wants_openmetrics
@@ -57,6 +59,7 @@ QUIET_REPORTS = 5  # without demand, every fifth report is sent
 KEY_IN_USE_S = 300.0
 SETTLE_S = 1.0
 TEXT = b"text/plain; charset=utf-8"
+IGNORED_TOOLS = b"x-corewright-ignored-tools"
 _encode = msgspec.json.encode
 
 
@@ -185,6 +188,9 @@ class Gateway:
         if b"origin" in request.headers:
             self.gate.admit_origin(exchange)
         routes, exchange.parameters = self.routes.at(request.path)
+        if not routes and (path := self.routes.meant(request.path)) is not None:
+            request.path = path
+            routes, exchange.parameters = self.routes.at(path)
         method = "GET" if request.method == "HEAD" and "HEAD" not in routes else request.method
         route = exchange.route = routes.get(method) or next(iter(routes.values()), None)
         if route is not None and route.errors is ANTHROPIC:
@@ -217,7 +223,7 @@ class Gateway:
         route = exchange.route
         if route.forwards and self._forwarded(exchange):
             return None
-        body = route.reads(_json_of(exchange))
+        body = _read(exchange, self.metrics)
         queue = self._queue_of(exchange, body)
         if isinstance(body, TokenizeChatRequest):
             apply_to_prompt(body, queue.routes.defaults(body.model))
@@ -272,8 +278,10 @@ class Gateway:
         route = exchange.route
         if route.forwards and self._forwarded(exchange):
             return None
-        body = route.reads(_json_of(exchange))
+        body = _read(exchange, self.metrics)
         exchange.names = body.names
+        if isinstance(body, ChatRequest) and body.ignored_tools:
+            exchange.add_headers(((IGNORED_TOOLS, header_list(body.ignored_tools)),))
         queue = self._queue_of(exchange, body)
         if route.forwards and queue.routes.reads_parts and isinstance(body, ChatRequest) and body.has_other_parts:
             request = exchange.request
@@ -294,7 +302,7 @@ class Gateway:
     def encode(self, exchange: Exchange) -> Awaitable[None] | None:
         if self._forwarded(exchange):
             return None
-        body = exchange.route.reads(_json_of(exchange))
+        body = _read(exchange, self.metrics)
         return self._encoding.start(exchange, body, self.served.queue(exchange.key, body.model))
 
     def _forwarded(self, exchange: Exchange) -> bool:
@@ -339,4 +347,16 @@ def _json_of(exchange: Exchange) -> bytes:
     kind = exchange.request.headers.get(b"content-type")
     if kind and kind != JSON and kind.partition(b";")[0].strip().lower() != b"application/json":
         raise errors.wrong_content_type(kind.decode("latin-1"))
+    if exchange.request.body.startswith(BOM_UTF8):  # from PowerShell and .NET
+        exchange.request.body = exchange.request.body[len(BOM_UTF8) :]
     return exchange.request.body
+
+
+def _read(exchange: Exchange, metrics: GatewayMetrics) -> Any:
+    """Returns the request of a body, and counts its unknown fields. Raises ApiError."""
+    headers = exchange.request.headers
+    strict = STRICT in headers and read_flag(headers, STRICT)
+    body, unknown = body_reader.read(exchange.route.reads, _json_of(exchange), strict=strict)
+    if unknown:
+        metrics.unknown(unknown)
+    return body

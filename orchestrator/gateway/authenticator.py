@@ -155,8 +155,8 @@ _RATES = b", ".join(
     for kind in (b"limit", b"remaining", b"reset")
 )
 EXPOSED = (
-    b"x-request-id, request-id, x-corewright-replica, x-corewright-overhead-ms, x-corewright-decision, retry-after, %b"
-    % _RATES
+    b"x-request-id, request-id, x-corewright-replica, x-corewright-overhead-ms, x-corewright-decision, "
+    b"x-corewright-ignored-tools, retry-after, %b" % _RATES
 )
 
 
@@ -172,6 +172,7 @@ PREFLIGHT = (  # beside the methods
     (  # the request headers that a browser's script may send
         b"access-control-allow-headers",
         b"authorization, content-type, x-api-key, x-request-id, x-session-id, x-deadline-ms, x-corewright-explain, "
+        b"x-corewright-strict, "
         b"anthropic-version, anthropic-beta, anthropic-dangerous-direct-browser-access",
     ),
     (b"access-control-max-age", b"600"),

@@ -18,10 +18,17 @@ from orchestrator.gateway.anthropic.requests import MessagesChat
 from orchestrator.gateway.http.exchange import Exchange
 from orchestrator.gateway.key_limits import KeyLimits
 from orchestrator.gateway.lmi import LmiCompletion
-from orchestrator.gateway.openai import errors
+from orchestrator.gateway.openai import body_reader, errors
 from orchestrator.gateway.openai.answers import AnswerWriter, Choice, ForwardedAnswer
 from orchestrator.gateway.openai.errors import ApiError
-from orchestrator.gateway.openai.protocol import Chat, ChatMessage, ChatRequest, CompletionRequest, ForwardedFields
+from orchestrator.gateway.openai.protocol import (
+    SYSTEM_ROLES,
+    Chat,
+    ChatMessage,
+    ChatRequest,
+    CompletionRequest,
+    ForwardedFields,
+)
 from orchestrator.gateway.openai.reply import ClientReply, Note, Reply
 from orchestrator.gateway.openai.request_builder import Prompts, prompts_of, requests_for
 from orchestrator.gateway.serving.model_queue import ModelQueue
@@ -42,7 +49,6 @@ GenerationBody = ChatRequest | CompletionRequest
 INLINE_BYTES = 2048  # the byte tokenizer runs inline up to this body size: a thread would cost more
 BYTES_OF_TOKEN = 4  # estimate by which a key is charged before tokenizing
 T = TypeVar("T")
-_SYSTEM_ROLES = frozenset({"system", "developer"})
 _NULL = b"null"
 
 
@@ -205,7 +211,7 @@ class Generation:
         self._charge(exchange, body, requests, queue)
         choices = [Choice(i, prompts[i // copies], echoes[i // copies]) for i in range(len(requests))]
         answer: AnswerWriter = exchange.route.writes(exchange, body, choices, next(self._answer_ids))
-        usage = body.stream_options is not None and body.stream_options.include_usage
+        usage = body.stream_options is not None and bool(body.stream_options.include_usage)
         label = queue.names.label(body.model)
         note = Note(label, bool(body.stream), prompt_tokens=answer.prompt_tokens, guided_by=body.guided_by)
         wait_s, keeps_text = self._settings.keep_alive_s, self._settings.log_prompts
@@ -274,7 +280,7 @@ class Generation:
         if queue.routes.forwards or any(ticket.request.forwarded is not None for ticket in reply.tickets):
             raise errors.model_unavailable(queue.name, "updated", "its engine has changed")
         request = reply.exchange.request
-        body: GenerationBody = await asyncio.to_thread(reply.exchange.route.reads, request.body)
+        body, _ = await asyncio.to_thread(body_reader.read, reply.exchange.route.reads, request.body)
         apply_to(body, queue.routes.defaults(body.model))
         prompts = await self._prompts(reply.exchange, queue, body)
         if not reply.exchange.ended:
@@ -339,7 +345,7 @@ class _Sent(msgspec.Struct):
 
 
 def _adds_system(messages: Sequence[ChatMessage | _Sent], defaults: Defaults) -> bool:
-    return SYSTEM in defaults and not any(message.role in _SYSTEM_ROLES for message in messages)
+    return SYSTEM in defaults and not any(message.role in SYSTEM_ROLES for message in messages)
 
 
 class _Forwarded(msgspec.Struct):

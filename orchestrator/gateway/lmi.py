@@ -27,6 +27,7 @@ _encode = msgspec.json.encode
 
 
 _NAMES = {"max_tokens": "max_new_tokens", "stop": "stop_sequences", "ignore_eos": "ignore_eos_token"}  # LMI's own
+_REFUSED = {"parameters.num_beams": "none; there is no beam search"}
 _OWN = ("do_sample", "return_full_text", "details")  # parameters without a field of completions
 
 
@@ -115,7 +116,7 @@ def joined_lines(body: bytes) -> bytes:
 
 def read_lmi(body: bytes) -> LmiCompletion:
     """Decodes and checks a body. Raises ApiError 400 that names the wrong parameter."""
-    sent = body_reader.decode(_decoder, body, {})
+    sent = body_reader.decode(_decoder, body, _REFUSED)
     parameters = sent.parameters
     if sent.stream and isinstance(sent.inputs, list) and len(sent.inputs) > 1:
         raise invalid("stream: only one input can be streamed", param="stream")

@@ -13,7 +13,7 @@ from orchestrator.gateway.anthropic.answers import error_body as anthropic_error
 from orchestrator.gateway.http.route import HttpRoute, Schema, components, json_content, json_response, operation_id
 from orchestrator.gateway.openai.answers import ErrorAnswer
 from orchestrator.gateway.openai.errors import ApiError
-from orchestrator.gateway.serving.ticket import FLAGS, MAX_DEADLINE_MS, MAX_SESSION_BYTES
+from orchestrator.gateway.serving.ticket import FLAGS, MAX_DEADLINE_MS, MAX_SESSION_BYTES, STRICT
 from orchestrator.process.version import corewright_version
 
 _OF_ALL = (400, 401, 403, 405, 408, 413, 429, 431, 500, 503)
@@ -80,6 +80,7 @@ _HEADERS: Mapping[str, tuple[str, Schema]] = MappingProxyType(  # of a request t
             "Deadline for the first token, in milliseconds from now.",
             {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_DEADLINE_MS},
         ),
+        STRICT.decode(): ("Unknown fields are an error.", {"type": "string", "enum": [*FLAGS]}),
         "x-corewright-explain": ("The answer reports its routing decision.", {"type": "string", "enum": [*FLAGS]}),
     }
 )
@@ -91,6 +92,8 @@ def openapi(*, needs_key: bool, routes: Sequence[GatewayRoute]) -> Schema:
     named = [kind for route in routes for kind in (*route.body, route.answer, route.to_anthropic)]
     kinds = [kind for kind in named if kind not in (None, dict, object)]
     references, schemas = components([*dict.fromkeys([*(route.errors.answer for route in routes), *kinds])])
+    for schema in schemas.values():  # an unknown field is an error only with `x-corewright-strict`
+        schema.pop("additionalProperties", None)
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
         operation = _operation(route, references, needs_key)
@@ -137,11 +140,11 @@ def _operation(route: GatewayRoute, references: Mapping[type, Schema], needs_key
         {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
         for name in route.path_parameters
     ]
-    if route.queues:
-        parameters += [
-            {"name": name, "in": "header", "required": False, "description": description, "schema": schema}
-            for name, (description, schema) in _HEADERS.items()
-        ]
+    parameters += [
+        {"name": name, "in": "header", "required": False, "description": description, "schema": schema}
+        for name, (description, schema) in _HEADERS.items()
+        if route.queues or (route.reads is not None and name == STRICT.decode())
+    ]
     if parameters:
         operation["parameters"] = parameters
     if route.is_probe and needs_key:

@@ -142,7 +142,8 @@ def _convert(conversion: Conversion, model: LmiModel, engine: Engine | None) -> 
         try:
             row(conversion, setting)
         except ValueError as error:
-            conversion.note(setting, "refused", str(error))
+            hint = "; # begins a comment only at the beginning of a line" if " #" in setting.value else ""
+            conversion.note(setting, "refused", f"{error}{hint}")
     for setting in hidden:
         winner = conversion.settings[setting.name]
         conversion.note(setting, "dropped", f"{winner.written} of {winner.where} counts")

@@ -51,7 +51,7 @@ def read_properties(text: str, label: str) -> list[LmiSetting]:
     """Returns the properties of a `serving.properties`. Raises UnreadableSettings."""
     settings, line = [], 1
     try:
-        for element in javaproperties.parse(text):
+        for element in javaproperties.parse(text.removeprefix("\ufeff")):  # a byte order mark
             if isinstance(element, javaproperties.KeyValue):
                 name = element.key.removeprefix("option.")
                 settings.append(LmiSetting(name, element.value.strip(), label, line, element.key))

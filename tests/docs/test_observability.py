@@ -118,6 +118,7 @@ def test_the_dashboard_shows_every_important_metric(played: Played) -> None:
         "corewright_model_placed",
         "corewright_model_reachable",
         "corewright_replica_given_up",
+        "corewright_unknown_fields",  # a hint for whoever develops a client
         "corewright_controller_age_seconds",
         "corewright_rollout_since_timestamp_seconds",
         "corewright_journal_sequence",
@@ -243,7 +244,16 @@ def test_no_label_has_many_values(played: Played) -> None:
     labels = {label for family in families for label in family.labels} - OF_AN_INSTANCE
     assert labels == {
         *("model_name", "engine", "finished_reason", "model", "replica", "state", "host", "type"),
-        *("action", "problem", "phase", "cause", "kind", "status", "code"),
+        *(
+            "field",  # at most 64 names, see test_unknown_fields.py
+            "action",
+            "problem",
+            "phase",
+            "cause",
+            "kind",
+            "status",
+            "code",
+        ),
         *("runtime_tag", "neuroncore", "memory_location", "error_type", "status_type", "percentile"),
         *("event_type", "neuron_device_index", "neuron_device_count", "neuroncore_per_device_count"),
     }

@@ -37,6 +37,7 @@ def gateway_families() -> list[MetricFamily]:
         small.ended("error", 10, 2, 0.3, 0.01)
     metrics.model("vectors", 0).encoded(3, 0.2, 0.1, 0.1)
     metrics.overhead.observe(0.0002)
+    metrics.unknown(["messages.x_new"])
     metrics.refused("small", 429, "queue_full")
     metrics.refused("small", 503, "unavailable")
     metrics.refused(None, 401, "invalid_api_key")

@@ -83,6 +83,17 @@ def fate(result: Imported, written: str) -> tuple[str, str]:
     return outcome.fate, outcome.what
 
 
+def test_a_comment_behind_a_value_is_explained_and_a_byte_order_mark_is_skipped() -> None:
+    """No field is then LMI's default in place of the refused value."""
+    result = imported("\ufeffoption.model_id=org/model", "option.tensor_parallel_degree=12  # all cores")
+    assert fate(result, "option.model_id") == ("mapped", "source")
+    assert fate(result, "option.tensor_parallel_degree")[1].endswith(
+        "# begins a comment only at the beginning of a line"
+    )
+    assert "    tp_degree" not in result.spec
+    assert "    replicas" not in result.spec
+
+
 @pytest.mark.parametrize("name", [*HANDLER.split(), *SERVER.split()])
 def test_every_property_of_lmi_has_a_row(name: str) -> None:
     assert name in ROWS

@@ -38,34 +38,37 @@ from orchestrator.gateway.openai.protocol import (
 _OBJECT = Meta(extra_json_schema={"type": "object"})
 
 
-class TextBlock(msgspec.Struct, tag_field="type", tag="text"):
+class TextBlock(msgspec.Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
     text: str
     cache_control: Ignored = None
     citations: Ignored = None
 
 
-class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking"):
+class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking", forbid_unknown_fields=True):
     """Thinking of an earlier answer. Its signature is not checked."""
 
-    thinking: str = ""
+    thinking: str | None = None
+    signature: Ignored = None
+    cache_control: Ignored = None
 
 
-class RedactedThinkingBlock(msgspec.Struct, tag_field="type", tag="redacted_thinking"):
+class RedactedThinkingBlock(msgspec.Struct, tag_field="type", tag="redacted_thinking", forbid_unknown_fields=True):
     """Thinking that only Anthropic's servers can read; it does not reach the model."""
 
-    data: str = ""
+    data: Ignored = None
 
 
-class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use"):
+class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use", forbid_unknown_fields=True):
     """A call of an earlier answer. ``input`` is checked as JSON but not decoded."""
 
     id: str
     name: str
     input: Annotated[msgspec.Raw, _OBJECT]
+    caller: Ignored = None
     cache_control: Ignored = None
 
 
-class ToolResultBlock(msgspec.Struct, tag_field="type", tag="tool_result"):
+class ToolResultBlock(msgspec.Struct, tag_field="type", tag="tool_result", forbid_unknown_fields=True):
     """The result of the call with that id. ``is_error`` is ignored: the text says what has failed."""
 
     tool_use_id: str
@@ -77,9 +80,12 @@ class ToolResultBlock(msgspec.Struct, tag_field="type", tag="tool_result"):
 Block = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock
 
 
-class InputMessage(msgspec.Struct):
-    role: Literal["user", "assistant"]
+class InputMessage(msgspec.Struct, forbid_unknown_fields=True):
+    role: Literal["user", "assistant", "system"]
     content: str | list[Block]
+    # Ignored, as those of the whole request: clients also send fields of the answer back.
+    id: Ignored = None
+    cache_control: Ignored = None
 
     @property
     def blocks(self) -> list[Block]:
@@ -87,38 +93,57 @@ class InputMessage(msgspec.Struct):
         return [TextBlock(self.content)] if isinstance(self.content, str) else self.content
 
 
-class ClientTool(msgspec.Struct):
-    """A tool that the client runs. ``strict`` is ignored: the arguments of a forced call always match the schema."""
+class ClientTool(msgspec.Struct, forbid_unknown_fields=True):
+    """A tool that the client runs, or one of Anthropic's, which does not reach the model. ``strict`` is ignored: the
+    arguments of a forced call always match the schema."""
 
-    name: Annotated[str, Meta(min_length=1, max_length=256)]
-    type: Literal["custom"] | None = None
+    name: Annotated[str, Meta(min_length=1, max_length=256)] | None = None  # of a tool of the client always
+    type: str | None = None  # `custom`, or null, for a tool of the client
     input_schema: dict[str, Any] | None = None
     description: str | None = None
+    # Ignored: they do not affect the prompt. The last ones are of tools that do not reach the model.
     strict: Ignored = None
     cache_control: Ignored = None
+    input_examples: Ignored = None
+    eager_input_streaming: Ignored = None
+    defer_loading: Ignored = None
+    allowed_callers: Ignored = None
+    max_uses: Ignored = None
+    allowed_domains: Ignored = None
+    blocked_domains: Ignored = None
+    user_location: Ignored = None
+    max_characters: Ignored = None
+    max_content_tokens: Ignored = None
+    citations: Ignored = None
+    display_width_px: Ignored = None
+    display_height_px: Ignored = None
+    display_number: Ignored = None
+    mcp_server_name: Ignored = None
+    default_config: Ignored = None
+    configs: Ignored = None
 
 
-class AutoChoice(msgspec.Struct, tag_field="type", tag="auto"):
+class AutoChoice(msgspec.Struct, tag_field="type", tag="auto", forbid_unknown_fields=True):
     disable_parallel_tool_use: bool | None = None
 
 
-class AnyChoice(msgspec.Struct, tag_field="type", tag="any"):
+class AnyChoice(msgspec.Struct, tag_field="type", tag="any", forbid_unknown_fields=True):
     disable_parallel_tool_use: bool | None = None
 
 
-class ToolChoice(msgspec.Struct, tag_field="type", tag="tool"):
+class ToolChoice(msgspec.Struct, tag_field="type", tag="tool", forbid_unknown_fields=True):
     name: str
     disable_parallel_tool_use: bool | None = None
 
 
-class NoneChoice(msgspec.Struct, tag_field="type", tag="none"):
+class NoneChoice(msgspec.Struct, tag_field="type", tag="none", forbid_unknown_fields=True):
     pass
 
 
 Choice = AutoChoice | AnyChoice | ToolChoice | NoneChoice
 
 
-class ClearThinking(msgspec.Struct):
+class ClearThinking(msgspec.Struct, forbid_unknown_fields=True):
     """Accepted without effect: chat templates leave out the thinking of earlier turns by themselves. Other edits, such
     as of tool results, are refused."""
 
@@ -130,9 +155,10 @@ class ContextManagement(msgspec.Struct, forbid_unknown_fields=True):
     edits: list[ClearThinking] | None = None
 
 
-class OutputFormat(msgspec.Struct):
+class OutputFormat(msgspec.Struct, forbid_unknown_fields=True):
     type: Literal["json_schema"]
     schema: dict[str, Any]
+    name: Ignored = None
 
 
 class OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
@@ -188,6 +214,8 @@ REPLACEMENTS: Mapping[str, str] = MappingProxyType(  # fields of other APIs, and
         "max_completion_tokens": "max_tokens",
         "max_tokens_to_sample": "max_tokens",
         "instructions": "system",
+        "container": "none; nothing here runs code",
+        "mcp_servers": "tools, which the client runs",
         "parallel_tool_calls": 'tool_choice: {"type": "auto", "disable_parallel_tool_use": true}',
     }
 )
@@ -262,7 +290,8 @@ def _prompt_of(request: PromptFields) -> dict[str, Any]:
 
 
 def _tool(tool: ClientTool) -> Tool:
-    return Tool("function", FunctionDefinition(tool.name, tool.description, tool.input_schema))
+    type = "function" if tool.type in (None, "custom") else tool.type
+    return Tool(type, FunctionDefinition(tool.name or "", tool.description, tool.input_schema))
 
 
 def _system(request: PromptFields) -> Iterator[ChatMessage]:
@@ -292,9 +321,11 @@ def _messages(message: InputMessage) -> Iterator[ChatMessage]:
                 texts = []
             yield ChatMessage("tool", _result(block), tool_call_id=block.tool_use_id)
         elif isinstance(block, ThinkingBlock):
-            thoughts.append(block.thinking)
+            thoughts.append(block.thinking or "")
     if texts or calls:
-        yield ChatMessage(message.role, texts, tool_calls=calls or None, reasoning_content="\n".join(thoughts) or None)
+        yield ChatMessage(
+            message.role, texts, tool_calls=calls or None, reasoning_content="\n".join(filter(None, thoughts)) or None
+        )
 
 
 def _misplaced(position: int, kind: str, role: str) -> Exception:

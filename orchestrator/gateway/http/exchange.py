@@ -27,6 +27,8 @@ _STATUS = {status.value: b"HTTP/1.1 %d %s\r\n" % (status.value, status.phrase.en
 _encode = msgspec.json.encode
 MAX_JSON_DEPTH = 100  # lists and objects inside each other; a JSON schema may have 32 levels of schemas
 MAX_JSON_CONTAINERS = 2**17  # lists and objects together: counting their nesting takes 5 ms
+MAX_LIST_BYTES = 1024  # of a header that lists names
+_PRINTABLE = range(0x20, 0x7F)
 _STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")  # as signed bytes: 1 and -1
 _OTHERS = bytes(set(range(256)) - set(b'[{]}"'))
 
@@ -152,6 +154,12 @@ class Exchange(msgspec.Struct, eq=False):
         self.ended = True
         self.on_gone = None
         self.connection.finished(self)
+
+
+def header_list(names: Sequence[str]) -> bytes:
+    """Returns names of a client as the value of a header: their ASCII characters, at most 1 KiB."""
+    joined = ", ".join(names).encode("ascii", "replace")[:MAX_LIST_BYTES]
+    return bytes(byte if byte in _PRINTABLE else ord("?") for byte in joined).strip()
 
 
 def checked(data: bytes) -> bytes:

@@ -67,6 +67,15 @@ class HttpRoutes(Generic[R]):
                 return routes, {name: unquote(value) for name, value in match.groupdict().items()}
         return _NO_ROUTES, _NO_VALUES
 
+    def meant(self, path: str) -> str | None:
+        """Returns the path of inference that a client means whose base URL has a `/v1` or a slash too few or too many;
+        None for another path."""
+        plain = "/" + "/".join(part for part in path.split("/") if part)
+        for guess in (plain, f"/v1{plain}", plain.removeprefix("/v1")):
+            if any(route.scope == "inference" for route in self._fixed.get(guess, _NO_ROUTES).values()):
+                return guess
+        return None
+
 
 _NO_ROUTES: Mapping[str, Any] = MappingProxyType({})
 _NO_VALUES: Mapping[str, str] = MappingProxyType({})
@@ -76,7 +85,7 @@ def _pattern(route: HttpRoute) -> re.Pattern[str]:
     texts = re.split(r"\{(\w+)\}", route.path)  # every second one is a name
     rest = len(texts) - 2 if route.takes_rest else -1
     parts = [
-        f"(?P<{text}>{'.*' if position == rest else '[^/]+'})" if position % 2 else re.escape(text)
+        f"(?P<{text}>{'.+' if position == rest else '[^/]+'})" if position % 2 else re.escape(text)
         for position, text in enumerate(texts)
     ]
     return re.compile("".join(parts))

@@ -42,10 +42,12 @@ class AnsweredCall(msgspec.Struct):
 
 
 class AnswerMessage(msgspec.Struct):
-    """``content`` is null if the answer is only reasoning and calls. Both names of the reasoning have the same text."""
+    """``content`` is null if the answer is only reasoning and calls. Both names of the reasoning have the same text.
+    Nothing is refused."""
 
     role: Literal["assistant"]
     content: str | None
+    refusal: None
     reasoning_content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
     tool_calls: list[AnsweredCall] | UnsetType = UNSET
@@ -413,7 +415,7 @@ class Answer(AnswerWriter, eq=False):
         for choice, events in answers:
             text = choice.echo + "".join([event.text for event in events])
             finish = _finish(events[-1])
-            message: dict[str, Any] = {"role": "assistant", "content": text}
+            message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
             if choice.reader is not None:
                 message = message_of(choice.gather(events, choice.attempt))
                 finish = choice.reader.finish_reason(finish)
@@ -445,7 +447,7 @@ class Answer(AnswerWriter, eq=False):
             b"chat.completion" if self.chat else b"text_completion",
             self.created,
             _encode(self.model),
-            b'"message":{"role":"assistant","content":%b}' % text if self.chat else b'"text":%b' % text,
+            b'"message":{"role":"assistant","content":%b,"refusal":null}' % text if self.chat else b'"text":%b' % text,
             _finish(events[-1]).encode(),
             prompt,
             completion,
@@ -571,7 +573,7 @@ def _finish(event: TokenEvent) -> str:
 
 def message_of(events: Sequence[Event]) -> dict[str, Any]:
     """Returns the message for all events of an answer; without reasoning and calls, the same as without a reader."""
-    message = {"role": "assistant", "content": "", **_texts_of(events)}
+    message = {"role": "assistant", "content": "", "refusal": None, **_texts_of(events)}
     calls: list[dict[str, Any]] = []
     for event in events:
         if isinstance(event, CallBegin):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 import msgspec
-from msgspec.inspect import DictType, FloatType, IntType, ListType, StructType, UnionType, type_info
+from msgspec.inspect import DictType, FloatType, IntType, ListType, Metadata, StructType, UnionType, type_info
 
 from orchestrator.gateway.http.exchange import checked
 from orchestrator.gateway.openai.errors import ApiError, invalid
@@ -29,9 +31,11 @@ from orchestrator.gateway.openai.protocol import (
     SamplingFields,
     TokenizeChatRequest,
     TokenizeTextRequest,
+    functions_of,
 )
 
 R = TypeVar("R", bound=msgspec.Struct)
+T = TypeVar("T")
 C = TypeVar("C", bound=ChatRequest)
 MAX_STOP_CHARACTERS = 2**14
 LARGE_BYTES = 2**20  # a larger body is checked before it is decoded
@@ -39,10 +43,11 @@ MAX_FIELD_BYTES = 2**20  # of a field of a large body, except prompts and messag
 MAX_IDS = 2**20  # in a large body
 MAX_QUOTED_CHARACTERS = 100  # bytes or characters of a wrong value that an error quotes
 
+_encode = msgspec.json.encode
 _kinds: dict[type[msgspec.Struct], str] = {}
 _AT = re.compile(r"(?P<cause>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>.*)`)?", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field (?P<field>\w+)")
-_UNKNOWN = re.compile(r"Object contains unknown field (?P<field>.*)", re.DOTALL)
+_UNKNOWN = "Object contains unknown field"
 _BOUNDED_ITEMS = ("stop", "stop_token_ids", "logit_bias")
 
 
@@ -69,7 +74,8 @@ class _Shape(msgspec.Struct):
 
 _shape_decoder = msgspec.json.Decoder(_Shape)
 
-REPLACEMENTS: Mapping[str, str] = MappingProxyType(  # fields of vLLM, LMI and older clients, and their replacement here
+# Fields of OpenAI, vLLM, LMI and older clients that would change the answer, and their replacement here.
+REPLACEMENTS: Mapping[str, str] = MappingProxyType(
     {
         **dict.fromkeys(
             ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "format"),
@@ -87,8 +93,32 @@ REPLACEMENTS: Mapping[str, str] = MappingProxyType(  # fields of vLLM, LMI and o
         "accepted from clients",
         "documents": "chat_template_kwargs",
         "include_stop_str_in_output": "stop; the stop string is not part of the answer",
+        **dict.fromkeys(("audio", "modalities", "messages.audio"), "text only"),
+        "prediction": "none; answers do not begin from a text of the client",
+        "web_search_options": "tools, which the client runs",
+        "best_of": "n; answers are not ranked",
+        "length_penalty": "none; there is no beam search",
+        "truncate_prompt_tokens": "none; send a shorter prompt",
+        "add_special_tokens": "add_special_tokens, of /tokenize; a prompt of token ids is used as sent",
+        "spaces_between_special_tokens": "return_token_ids",
+        "return_tokens_as_token_ids": "return_token_ids",
+        **dict.fromkeys(("allowed_token_ids", "bad_words", "logits_processors"), "logit_bias"),
     }
 )
+_ABSENT = (b"null", b"false", b"[]", b'""')
+_NEUTRAL: Mapping[str, tuple[bytes, ...]] = MappingProxyType(  # further values of refused fields that change nothing
+    {
+        "modalities": (*_ABSENT, b'["text"]'),
+        **dict.fromkeys(("best_of", "num_beams"), (b"null", b"1")),
+        "length_penalty": (b"null", b"1", b"1.0"),
+        "top_logprobs": (b"null", b"0"),
+        "add_special_tokens": (b"null",),
+        "spaces_between_special_tokens": (b"null", b"true"),
+    }
+)
+MAX_UNKNOWN_OBJECTS = 4096  # that have unknown fields: leaving them out takes 15 us for each
+MAX_UNKNOWN_FIELDS = 64  # of one request that are counted
+_PLACE = re.compile(r"\[\d+\]")
 
 
 def read_chat(body: bytes) -> ChatRequest:
@@ -116,6 +146,12 @@ def check_prompt(request: Chat) -> None:
     if request.add_generation_prompt and request.continue_final_message:
         message = "continue_final_message and add_generation_prompt exclude each other; send one of them"
         raise invalid(message, param="continue_final_message")
+    if not request.tools:
+        return
+    if isinstance(request, ChatRequest):
+        request.leave_out_tools()
+    else:
+        request.tools, _ = functions_of(request.tools)
     names = [tool.function.name for tool in request.tools or ()]
     for name in names:
         if names.count(name) > 1:
@@ -127,7 +163,12 @@ def _check_calling(request: ChatRequest) -> None:
         if getattr(request, old) not in (None, []):
             raise invalid(f"{old} is not supported; send {new}", param=old, code="unsupported_parameter")
     if request.tool_choice not in (None, "none") and not request.tools:
-        raise invalid("tool_choice requires tools", param="tool_choice")
+        if request.ignored_tools and isinstance(request.tool_choice, NamedTool):
+            request.tool(request.tool_choice.function.name)
+        if not request.ignored_tools or request.tool_choice == "required":
+            names = ", ".join(request.ignored_tools)
+            cause = f"; this server cannot run {names}" if names else ""
+            raise invalid(f"tool_choice requires tools{cause}", param="tool_choice")
     if request.calling == "none":
         return
     if isinstance(request.calling, NamedTool):
@@ -141,7 +182,7 @@ def read_tokenize(body: bytes) -> TokenizeTextRequest | TokenizeChatRequest:
     """Decodes and checks a body. Raises ApiError 400 that names the wrong parameter."""
     if bytes(decode(_shape_decoder, body).messages) in (b"", b"null"):
         return decode(_tokenize_text_decoder, body)
-    request = decode(_tokenize_chat_decoder, body)
+    request = decode(_tokenize_chat_decoder, body, {"prompt": "messages; send one of them"})
     check_prompt(request)
     return request
 
@@ -213,7 +254,8 @@ def _check_list(name: str, data: bytes) -> None:
 
 
 def decode(decoder: msgspec.json.Decoder[R], body: bytes, replacements: Mapping[str, str] = REPLACEMENTS) -> R:
-    """Decodes a body. ``replacements`` are those of unknown fields. Raises ApiError 400 that names the parameter."""
+    """Decodes a body. ``replacements``: of fields that are refused, by their path. Raises UnknownFields, and ApiError
+    400 that names the parameter."""
     try:
         if len(body) > LARGE_BYTES and decoder is not _forwarded_decoder:
             _check_large(body, decoder.type)
@@ -221,25 +263,98 @@ def decode(decoder: msgspec.json.Decoder[R], body: bytes, replacements: Mapping[
         try:
             return decoder.decode(body)
         except msgspec.ValidationError as error:
-            raise _explained(str(error), body, replacements) from None
+            if _UNKNOWN in str(error):
+                raise _without_unknown(body, decoder.type, replacements) from None
+            raise _explained(str(error), body) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise invalid(f"the body is not JSON that can be read: {error}", code="invalid_json") from None
 
 
-def _explained(text: str, body: bytes, replacements: Mapping[str, str]) -> ApiError:
+class UnknownFields(Exception):
+    """A body has fields that its type does not have. ``body`` is the body without them; ``fields`` are their paths, by
+    the path without places in lists."""
+
+    def __init__(self, body: bytes, fields: Mapping[str, str]) -> None:
+        super().__init__(*fields)
+        self.body = body
+        self.fields = fields
+
+
+def read(reads: Callable[[bytes], T], body: bytes, *, strict: bool = False) -> tuple[T, Sequence[str]]:
+    """Returns a request, and the unknown fields that were left out of it. A body without any is decoded once. Raises
+    ApiError 400; with ``strict`` also for an unknown field."""
+    try:
+        return reads(body), ()
+    except UnknownFields as unknown:
+        if strict and unknown.fields:
+            path = next(iter(unknown.fields.values()))
+            raise invalid(f"Unrecognized request argument supplied: {path}", param=path) from None
+        return reads(unknown.body), [*unknown.fields]
+
+
+def _without_unknown(body: bytes, kind: type[msgspec.Struct], replacements: Mapping[str, str]) -> UnknownFields:
+    """Raises ApiError for a field that would change the answer, and DecodeError when the body is not JSON."""
+    fields: dict[str, str] = {}
+    objects = itertools.count(1)  # with unknown fields, or around such
+
+    def known(raw: msgspec.Raw, kind: Any, path: str) -> msgspec.Raw:
+        kinds = [_plain(part) for part in (kind.types if isinstance(kind, UnionType) else (kind,))]
+        begin = bytes(memoryview(raw)[:1])
+        if begin == b"[" and (lists := [each for each in kinds if isinstance(each, ListType)]):
+            item = _plain(lists[0].item_type)
+            if not isinstance(item, StructType | UnionType):
+                return raw
+            items = msgspec.json.decode(raw, type=list[msgspec.Raw])
+            return _joined([known(each, item, f"{path}[{i}]") for i, each in enumerate(items)])
+        structs = [each for each in kinds if isinstance(each, StructType) and each.forbid_unknown_fields]
+        if begin != b"{" or not structs:
+            return raw
+        if path and len(structs) == 1:
+            with contextlib.suppress(msgspec.ValidationError):
+                msgspec.json.decode(raw, type=structs[0].cls)
+                return raw
+        if next(objects) > MAX_UNKNOWN_OBJECTS:
+            raise invalid(f"{path}: unknown fields in more than {MAX_UNKNOWN_OBJECTS} objects")
+        values = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+        tag = values.get(structs[0].tag_field or "", msgspec.Raw(b"null"))
+        struct = next((each for each in structs if _encode(each.tag) == bytes(tag)), structs[0])
+        types = {field.encode_name: field.type for field in struct.fields} | {struct.tag_field: None}
+        kept = {}
+        for name, value in values.items():
+            where = f"{path}.{name}" if path else name
+            if name in types:
+                kept[name] = known(value, types[name], where)
+                continue
+            plain = _PLACE.sub("", where)
+            if plain not in replacements:
+                if len(fields) < MAX_UNKNOWN_FIELDS:
+                    fields.setdefault(plain, where)
+            elif msgspec.json.format(bytes(value), indent=-1) not in _NEUTRAL.get(name, _ABSENT):
+                message = f"{where} is not supported; here: {replacements[plain]}"
+                raise invalid(message, param=where, code="unsupported_parameter")
+        return _joined(kept)
+
+    return UnknownFields(bytes(known(msgspec.Raw(body.strip()), type_info(kind), "")), fields)
+
+
+def _plain(kind: Any) -> Any:
+    return kind.type if isinstance(kind, Metadata) else kind
+
+
+def _joined(parts: Any) -> msgspec.Raw:
+    return msgspec.Raw(_encode(parts))
+
+
+def _explained(text: str, body: bytes) -> ApiError:
     """Returns the error for a message of msgspec, with the parameter first and its value last. Raises DecodeError when
     the rest of the body is not JSON."""
     match = _AT.fullmatch(text)
     assert match is not None
     cause, path = match["cause"].replace("`", ""), match["path"] or None
-    missing, unknown = _MISSING.search(cause), _UNKNOWN.search(cause)
+    missing = _MISSING.search(cause)
     if missing is not None:
         field = f"{path}.{missing['field']}" if path else missing["field"]
         return invalid(f"you must provide {field!r}", param=field)
-    if unknown is not None:
-        name = unknown["field"]
-        instead = f"; here: {replacements[name]}" if name in replacements else ""
-        return invalid(f"Unrecognized request argument supplied: {name}{instead}", param=name)
     if path is None:
         return invalid(f"the body: {cause}")
     name = path.partition("[")[0]

@@ -11,8 +11,9 @@ from msgspec import Meta
 
 from orchestrator.access.keys import MAX_PRIORITY
 from orchestrator.gateway.http.exchange import decoded
-from orchestrator.gateway.openai.errors import invalid
+from orchestrator.gateway.openai.errors import ApiError, invalid
 from orchestrator.gateway.openai.schemas import schema_text
+from orchestrator.gateway.reading.call_text import completed_object
 
 if TYPE_CHECKING:
     Ignored = Any
@@ -20,7 +21,9 @@ else:
     Ignored = msgspec.Raw  # checked as JSON but not decoded: 8 MB of brackets would take 0.2 s
 MAX_ENTRIES = 1024  # of logit_bias and stop_token_ids; OpenAI's limit is 300
 MAX_ARGUMENTS_CHARACTERS = 2**20  # characters of the arguments of a call that is sent back
+MAX_CUT_CHARACTERS = 2**16  # of the calls of a chat that were cut off: finding complete members takes up to 3 us each
 MAX_ID_DIGITS = 10  # digits
+SYSTEM_ROLES = frozenset({"system", "developer"})
 MAX_STOPS = 16
 MAX_CHOICES = 128  # of `n`, as OpenAI's
 MAX_TOP_LOGPROBS = 20  # as OpenAI's
@@ -47,15 +50,40 @@ _IDS: dict[str, Any] = {
     "minItems": 1,
     "items": {"type": "integer", "minimum": 0, "maximum": MAX_COUNT},
 }
+_TEXT_PARTS = ("input_text", "output_text", "refusal")  # beside `text`; two are of Responses
+_THINKING_PARTS = ("thinking", "think", "redacted_thinking", "reasoning")
 _PROMPTS = {"maxItems": MAX_PROMPTS, "items": {"anyOf": [{"type": "string", "minLength": 1}, _IDS]}}
 IDS_OR_TEXTS = {"anyOf": [_IDS, _PROMPTS]}
 
 
-class TextPart(msgspec.Struct):
-    """One part of a message in parts; only text is supported."""
+class TextPart(msgspec.Struct, forbid_unknown_fields=True):
+    """One part of a message in parts. Texts, refusals and the thinking of earlier answers are read."""
 
-    type: Annotated[str, Meta(extra_json_schema={"const": "text"})]
+    type: Annotated[str, Meta(extra_json_schema={"enum": ["text", *_TEXT_PARTS, *_THINKING_PARTS]})]
     text: str | None = None  # of a part of this type always
+    refusal: str | None = None
+    thinking: str | list[TextPart] | None = None  # a list in Mistral's API
+    think: str | None = None  # LibreChat's name of it
+    signature: Ignored = None
+    cache_control: Ignored = None
+    # Of other kinds of parts, which only some servers read.
+    image_url: Ignored = None
+    video_url: Ignored = None
+    audio_url: Ignored = None
+    input_audio: Ignored = None
+    file: Ignored = None
+
+    @property
+    def is_read(self) -> bool:
+        return self.type == "text" or self.type in _TEXT_PARTS or self.type in _THINKING_PARTS
+
+    @property
+    def thought(self) -> str:
+        """The thinking in it; empty for other parts, and for thinking that only its server can read."""
+        if self.type not in _THINKING_PARTS:
+            return ""
+        value = self.thinking or self.think or self.text or ""
+        return value if isinstance(value, str) else "".join(part.text or "" for part in value)
 
 
 class DocumentText(msgspec.Struct):
@@ -64,23 +92,25 @@ class DocumentText(msgspec.Struct):
     text: str
 
 
-class FunctionCall(msgspec.Struct):
-    """The function and arguments of a call; ``arguments`` is the text of a JSON object."""
+class FunctionCall(msgspec.Struct, forbid_unknown_fields=True):
+    """The function and arguments of a call; ``arguments`` is the text of a JSON object, or of its beginning in an
+    answer that was cut off."""
 
     name: str
-    arguments: str = ""
+    arguments: str | None = None
 
 
-class ToolCall(msgspec.Struct):
+class ToolCall(msgspec.Struct, forbid_unknown_fields=True):
     """A call of an earlier answer, sent back as part of the chat."""
 
     function: FunctionCall
     id: str | None = None
-    type: Literal["function"] = "function"
+    type: Literal["function"] | None = "function"
+    index: Ignored = None  # of the deltas from which some clients make it
 
 
-class ChatMessage(msgspec.Struct):
-    """One message. Fields for other kinds of models, such as audio, are ignored."""
+class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
+    """One message."""
 
     role: Annotated[str, Meta(extra_json_schema={"not": {"const": "function"}})]
     content: str | list[TextPart] | None = None
@@ -90,27 +120,37 @@ class ChatMessage(msgspec.Struct):
     function_call: Annotated[Ignored, _REFUSED] = None
     reasoning_content: str | None = None  # of the assistant
     reasoning: str | None = None  # vLLM's newer name of it
+    refusal: str | None = None  # of the assistant, in place of content
+    # Ignored: they do not affect the answer's tokens.
+    id: Ignored = None
+    annotations: Ignored = None
+    cache_control: Ignored = None
 
     @property
     def has_other_parts(self) -> bool:
         """Some of it is not text, such as an image."""
-        return isinstance(self.content, list) and any(part.type != "text" for part in self.content)
+        return isinstance(self.content, list) and any(not part.is_read for part in self.content)
 
     def text(self) -> str:
-        """Returns the text of all parts. Raises ApiError for a part that is not text."""
+        """Returns the text of all parts, without thinking. Raises ApiError for a part of another kind."""
         if self.content is None or isinstance(self.content, str):
-            return self.content or ""
+            return self.content or self.refusal or ""
+        texts = []
         for part in self.content:
-            if part.type != "text":
+            if not part.is_read:
                 raise invalid(f"messages: a part of type {part.type!r} is not supported; send text", param="messages")
-            if part.text is None:
-                raise invalid("messages: a part of type 'text' has no text", param="messages")
-        return "".join(part.text or "" for part in self.content)
+            if part.type in _THINKING_PARTS:
+                continue
+            text = part.refusal if part.type == "refusal" else part.text
+            if text is None:
+                raise invalid(f"messages: a part of type {part.type!r} has no text", param="messages")
+            texts.append(text)
+        return "".join(texts)
 
-    def for_template(self, position: int) -> dict[str, Any]:
+    def for_template(self, position: int, cut: CutCalls | None = None) -> dict[str, Any]:
         """Returns the message for chat templates: the text in one piece, the arguments of calls as objects.
 
-        Raises ApiError that names the message by its ``position``.
+        ``cut`` is of all messages. Raises ApiError that names the message by its ``position``.
         """
         where = f"messages[{position}]"
         has_call = self.function_call is not None and bytes(self.function_call) != b"null"
@@ -123,31 +163,54 @@ class ChatMessage(msgspec.Struct):
             fields["name"] = self.name
         if self.tool_call_id is not None:
             fields["tool_call_id"] = self.tool_call_id
-        if (reasoning := self.reasoning_content or self.reasoning) and self.role == "assistant":
-            fields["reasoning_content"] = reasoning
+        if self.role == "assistant":
+            parts = self.content if isinstance(self.content, list) else ()
+            if (
+                reasoning := self.reasoning_content
+                or self.reasoning
+                or "\n".join(filter(None, (p.thought for p in parts)))
+            ):
+                fields["reasoning_content"] = reasoning
         if self.tool_calls:
             if self.role != "assistant":
                 raise invalid(f"{where}: only messages of the assistant may have tool_calls", param="messages")
             fields["tool_calls"] = [
-                _call_for_template(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(self.tool_calls)
+                _call_for_template(call, f"{where}.tool_calls[{i}]", cut or CutCalls())
+                for i, call in enumerate(self.tool_calls)
             ]
         return fields
 
 
-def _call_for_template(call: ToolCall, where: str) -> dict[str, Any]:
-    length = len(call.function.arguments)
+class CutCalls:
+    """Completes the arguments of the calls of one chat that were cut off by `max_tokens`, up to a limit: hostile ones
+    would otherwise take seconds."""
+
+    def __init__(self) -> None:
+        self._left = MAX_CUT_CHARACTERS
+
+    def completed(self, text: str) -> str:
+        """Returns the object with the members that are complete; without any over the limit."""
+        self._left -= len(text)
+        return completed_object(text) if self._left >= 0 else "{}"
+
+
+def _call_for_template(call: ToolCall, where: str, cut: CutCalls) -> dict[str, Any]:
+    sent = call.function.arguments or ""
+    length = len(sent)
     if length > MAX_ARGUMENTS_CHARACTERS:
         message = (
             f"the characters of {where}.function.arguments: {length} exceeds the limit of {MAX_ARGUMENTS_CHARACTERS}"
         )
         raise invalid(message, param="messages")
-    text = call.function.arguments.strip().encode() or b"{}"
-    arguments = decoded(text, dict[str, Any], f"{where}.function.arguments: not a JSON object", "messages")
+    try:
+        arguments = decoded(sent.strip().encode() or b"{}", dict[str, Any], "")
+    except ApiError:  # `max_tokens` has ended the call, or a client has sent it wrong: what is complete is kept
+        arguments = decoded(cut.completed(sent).encode(), dict[str, Any], f"{where}.function.arguments", "messages")
     fields: dict[str, Any] = {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}
     return fields if call.id is None else {"id": call.id, **fields}
 
 
-class FunctionDefinition(msgspec.Struct):
+class FunctionDefinition(msgspec.Struct, forbid_unknown_fields=True):
     """A function that the model may call. ``parameters`` is the JSON schema of its arguments; None for no arguments."""
 
     name: Annotated[str, Meta(min_length=1, max_length=256)]
@@ -156,9 +219,18 @@ class FunctionDefinition(msgspec.Struct):
     strict: bool | None = None  # ignored: the arguments of a forced call always match the schema
 
 
-class Tool(msgspec.Struct):
-    type: Literal["function"]
-    function: FunctionDefinition
+class Tool(msgspec.Struct, forbid_unknown_fields=True):
+    """A tool. Only functions reach the model: nothing here runs others, such as a web search."""
+
+    type: str
+    function: FunctionDefinition = msgspec.field(default_factory=lambda: FunctionDefinition(""))  # of type `function`
+    custom: Ignored = None  # of a tool whose input is text
+    cache_control: Ignored = None
+
+    @property
+    def label(self) -> str:
+        """The name of the tool, or its type."""
+        return self.function.name or self.type
 
     def for_template(self) -> dict[str, Any]:
         """Returns the tool in OpenAI's shape, without fields that were not sent."""
@@ -175,7 +247,7 @@ class Tool(msgspec.Struct):
         return {"type": "object", "properties": {}}
 
 
-class FunctionName(msgspec.Struct):
+class FunctionName(msgspec.Struct, forbid_unknown_fields=True):
     name: str
 
 
@@ -183,7 +255,7 @@ Messages = Annotated[list[ChatMessage], Meta(min_length=1)]
 Tools = Annotated[list[Tool], Meta(max_length=MAX_TOOLS)]
 
 
-class NamedTool(msgspec.Struct):
+class NamedTool(msgspec.Struct, forbid_unknown_fields=True):
     type: Literal["function"]
     function: FunctionName
 
@@ -194,7 +266,7 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
-class Thinking(msgspec.Struct):
+class Thinking(msgspec.Struct, forbid_unknown_fields=True):
     """Anthropic's field, which servers of other models take in chats, too. Every type but `disabled` lets the model
     reason."""
 
@@ -203,18 +275,19 @@ class Thinking(msgspec.Struct):
     display: Literal["summarized", "omitted"] | None = None
 
 
-class StreamOptions(msgspec.Struct):
-    include_usage: bool = False
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    include_usage: bool | None = None
+    include_obfuscation: Ignored = None
 
 
-class JsonSchema(msgspec.Struct):
+class JsonSchema(msgspec.Struct, forbid_unknown_fields=True):
     name: str | None = None
     schema: dict[str, Any] | None = None
     description: str | None = None
     strict: bool | None = None
 
 
-class ResponseFormat(msgspec.Struct):
+class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
     type: Annotated[str, Meta(extra_json_schema={"enum": ["text", "json_object", "json_schema"]})]
     json_schema: JsonSchema | None = None
 
@@ -252,6 +325,11 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     service_tier: Ignored = None
     safety_identifier: Ignored = None
     prompt_cache_key: Ignored = None
+    prompt_cache_retention: Ignored = None
+    prompt_cache_options: Ignored = None
+    moderation: Ignored = None
+    cache_salt: Ignored = None  # vLLM's
+    request_id: Ignored = None  # vLLM's
     names: ClassVar[Mapping[str, str]] = MappingProxyType({})  # another API's names of these fields, for errors
 
     def stops(self) -> list[str]:
@@ -291,7 +369,7 @@ class ForwardedFields(msgspec.Struct):
     priority: Priority | None = None
 
 
-class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
+class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True, dict=True):
     """POST /v1/chat/completions."""
 
     messages: Messages
@@ -337,6 +415,16 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
+    def ignored_tools(self) -> list[str]:
+        """The tools that were left out of the prompt, because nothing here runs them."""
+        names: list[str] = self.__dict__.get("ignored_tools", [])
+        return names
+
+    def leave_out_tools(self) -> None:
+        """Keeps only functions. Raises ApiError for a function without a name."""
+        self.tools, self.__dict__["ignored_tools"] = functions_of(self.tools)
+
+    @property
     def calling(self) -> Literal["none", "auto", "required"] | NamedTool:
         """How the answer may call tools; a NamedTool: the answer is the arguments of that tool."""
         if not self.tools:
@@ -361,7 +449,18 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
         for tool in self.tools or ():
             if tool.function.name == name:
                 return tool
-        raise invalid(f"tool_choice: {name!r} is not one of the tools", param="tool_choice")
+        cause = "is a tool that this server cannot run" if name in self.ignored_tools else "is not one of the tools"
+        raise invalid(f"tool_choice: {name!r} {cause}", param="tool_choice")
+
+
+def functions_of(tools: list[Tool] | None) -> tuple[list[Tool] | None, list[str]]:
+    """Returns the functions among the tools, and the labels of the others. Raises ApiError for a function without a
+    name."""
+    for position, tool in enumerate(tools or ()):
+        if tool.type == "function" and not tool.function.name:
+            raise invalid(f"tools[{position}]: you must provide the function and its name", param="tools")
+    functions = [tool for tool in tools or () if tool.type == "function"]
+    return functions or None, [tool.label for tool in tools or () if tool.type != "function"]
 
 
 def _calls_schema(tools: list[Tool], only_one: bool) -> dict[str, Any]:

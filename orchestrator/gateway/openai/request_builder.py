@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -9,15 +10,18 @@ from operator import attrgetter
 from typing import Any
 
 import msgspec
+import msgspec.structs
 
 from orchestrator.gateway.anthropic.answers import TokenCount
 from orchestrator.gateway.openai import errors
 from orchestrator.gateway.openai.errors import invalid, too_many_tokens
 from orchestrator.gateway.openai.protocol import (
     MAX_COUNT,
+    SYSTEM_ROLES,
     Chat,
     ChatRequest,
     CompletionRequest,
+    CutCalls,
     DetokenizeRequest,
     NamedTool,
     TokenizeChatRequest,
@@ -52,7 +56,8 @@ def chat_prompt(request: Chat, tokenizer: PromptTokenizer, most: int | None = No
     """Returns the token ids of the chat, rendered by the model's template. With `tool_choice: none` the prompt has no
     tools. Raises ApiError 400, and TooManyTokens for more than ``most`` ids.
     """
-    messages = [message.for_template(position) for position, message in enumerate(request.messages)]
+    cut = CutCalls()
+    messages = [message.for_template(position, cut) for position, message in enumerate(request.messages)]
     forbids = isinstance(request, ChatRequest) and request.calling == "none"
     tools = None if forbids else [tool.for_template() for tool in request.tools or ()]
     variables, effort, thinking = request.chat_template_kwargs, request.reasoning_effort, request.thinking
@@ -67,13 +72,44 @@ def chat_prompt(request: Chat, tokenizer: PromptTokenizer, most: int | None = No
             template_kwargs=variables,
             add_special_tokens=isinstance(request, TokenizeChatRequest) and bool(request.add_special_tokens),
         )
-        return tokenizer.apply_chat_template(chat, most)
+        try:
+            return tokenizer.apply_chat_template(chat, most)
+        except ChatTemplateError:
+            # 1. as sent  2. later system messages as text of users  3. also those at the beginning
+            for kept in (1, 0):
+                merged = with_few_system_messages(messages, kept)
+                if merged != messages:
+                    with contextlib.suppress(ChatTemplateError):
+                        return tokenizer.apply_chat_template(msgspec.structs.replace(chat, messages=merged), most)
+            raise
     except NoChatTemplate as error:
         raise errors.invalid(f"{request.model}: {error}", param="messages", code="no_chat_template") from None
     except NoToolsInTemplate as error:
         raise errors.invalid(f"{request.model}: {error}", param="tools", code="tools_not_supported") from None
     except (ChatTemplateError, ValueError) as error:
         raise errors.invalid(f"messages: {error}", param="messages", code="chat_template_failed") from None
+
+
+def with_few_system_messages(messages: Sequence[dict[str, Any]], kept: int) -> list[dict[str, Any]]:
+    """Returns the messages with at most ``kept`` system messages, at their beginning, for templates that refuse more.
+    The text of the others is added to a user's message: to the next one if it follows at once, else to the last one
+    before."""
+    few: list[dict[str, Any]] = []
+    waiting: list[str] = []  # texts for the next message of a user
+    for position, message in enumerate(messages):
+        following = next((each["role"] for each in messages[position:] if each["role"] not in SYSTEM_ROLES), "user")
+        last = next((each for each in reversed(few) if each["role"] == "user"), None)
+        if message["role"] in SYSTEM_ROLES and position >= kept:
+            if last is None or (following == "user" and few[-1] is not last):
+                waiting.append(message["content"])
+            else:
+                last["content"] = f"{last['content']}\n\n{message['content']}"
+        elif message["role"] == "user" and waiting:
+            few.append({**message, "content": "\n\n".join([*waiting, message["content"]])})
+            waiting = []
+        else:
+            few.append(dict(message))
+    return [*few, {"role": "user", "content": "\n\n".join(waiting)}] if waiting else few
 
 
 MESSAGE_TOKENS = 64  # at the end of a prompt, in which the answer's message begins

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from orchestrator.gateway.http.exchange import Exchange
 from orchestrator.gateway.openai.answers import (
@@ -24,7 +25,7 @@ from orchestrator.gateway.openai.answers import (
 )
 from orchestrator.gateway.openai.errors import ApiError
 from orchestrator.gateway.reading.events import CallBegin, Event
-from orchestrator.gateway.responses.requests import ResponsesChat, ResponsesRequest
+from orchestrator.gateway.responses.requests import FunctionTool, ResponsesChat, ResponsesRequest
 from workers.messages.requests import FinishReason, TokenEvent
 
 _encode = msgspec.json.encode
@@ -82,7 +83,8 @@ class ResponseFailure(msgspec.Struct):
 
 
 class Response(msgspec.Struct):
-    """The fields of the request are returned; ``usage`` is null while the answer is generated, and if that fails."""
+    """The fields of the request are returned, of its tools only functions; ``usage`` is missing while the answer is
+    generated, and if that fails."""
 
     id: str
     object: Literal["response"]
@@ -105,7 +107,7 @@ class Response(msgspec.Struct):
     tools: list[dict[str, Any]]
     top_p: float
     truncation: Literal["disabled"]
-    usage: ResponseUsage | None
+    usage: ResponseUsage | UnsetType = UNSET
 
 
 class ResponsesAnswer(PartsWriter, eq=False):
@@ -227,6 +229,7 @@ class ResponsesAnswer(PartsWriter, eq=False):
 
     def _response(self, status: str, items: list[dict[str, Any]]) -> dict[str, Any]:
         chat, request = self.chat, self.chat.request
+        usage = {"usage": self._usage()} if status in ("completed", "incomplete") else {}
         return {
             "id": f"resp{self.suffix}",
             "object": "response",
@@ -246,10 +249,10 @@ class ResponsesAnswer(PartsWriter, eq=False):
             "temperature": 1.0 if chat.temperature is None else chat.temperature,
             "text": {"format": {"type": "text"}} if request.text is None else _text(request),
             "tool_choice": request.tool_choice or "auto",
-            "tools": request.tools or [],
+            "tools": [_tool(tool) for tool in request.tools or () if tool.type == "function"],
             "top_p": 1.0 if chat.top_p is None else chat.top_p,
             "truncation": "disabled",
-            "usage": self._usage() if status in ("completed", "incomplete") else None,
+            **usage,
         }
 
     def _usage(self) -> dict[str, Any]:
@@ -274,6 +277,11 @@ def _content(part: Text) -> dict[str, Any]:
     if isinstance(part, Thought):
         return {"type": "reasoning_text", "text": part.text}
     return {"type": "output_text", "text": part.text, "annotations": [], "logprobs": []}
+
+
+def _tool(tool: FunctionTool) -> dict[str, Any]:
+    fields = {"name": tool.name, "description": tool.description, "parameters": tool.parameters or {}}
+    return {"type": "function", **fields, "strict": bool(tool.strict)}
 
 
 def _text(request: ResponsesRequest) -> dict[str, Any]:

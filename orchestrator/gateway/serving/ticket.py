@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 MAX_SESSION_BYTES = 256  # bytes
 MAX_DEADLINE_MS = 86_400_000.0
+EXPLAIN, STRICT = b"x-corewright-explain", b"x-corewright-strict"
 FLAGS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 MAX_RETRIES = 2
 BYTES_OF_TOKEN = 3  # of a forwarded body: an estimate until its server reports the usage
@@ -55,7 +56,7 @@ def read_scheduling_parameters(
     ApiError 400."""
     deadline = headers.get(b"x-deadline-ms")
     session = headers.get(b"x-session-id")
-    explain = headers.get(b"x-corewright-explain")
+    explain = headers.get(EXPLAIN)
     if key is None and deadline is None and session is None and explain is None and not priority:
         return PLAIN
     if key is not None and deadline is None and session is None and explain is None and priority is None:
@@ -68,7 +69,7 @@ def read_scheduling_parameters(
         requested if least is None else max(requested, least),
         None if deadline is None else now + _milliseconds(deadline) / 1000,
         "" if session is None else _session(session, tenant),
-        explain is not None and _flag(explain),
+        explain is not None and read_flag(headers, EXPLAIN),
     )
 
 
@@ -78,11 +79,12 @@ def _parameters_of_key(tenant: str, weight: float, priority: int | None) -> Sche
     return SchedulingParameters(tenant, weight, priority or 0)
 
 
-def _flag(header: bytes) -> bool:
-    value = FLAGS.get(header.decode("latin-1").strip().lower())
+def read_flag(headers: Mapping[bytes, bytes], name: bytes) -> bool:
+    """Returns whether a header is sent as 1. Raises ApiError 400 for a value that is not 1 or 0."""
+    value = FLAGS.get(headers.get(name, b"0").decode("latin-1").strip().lower())
     if value is None:
-        message = f"The header x-corewright-explain is {header[:40].decode('latin-1')!r}; it must be 1 or 0."
-        raise invalid(message, param="x-corewright-explain")
+        message = f"The header {name.decode()} is {headers[name][:40].decode('latin-1')!r}; it must be 1 or 0."
+        raise invalid(message, param=name.decode())
     return value
 
 

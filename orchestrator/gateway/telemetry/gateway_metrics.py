@@ -5,6 +5,7 @@ The calls for every token or request only update numbers and lists; families are
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -35,6 +36,9 @@ REASONS = {
 }
 FINISHED = ("stop", "length", "abort", "error")
 LABELS = ("model_name", "engine")
+MAX_FIELDS = 64  # unknown fields that are counted by name
+OTHER = "other"
+_FIELD = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 FOLD_AT = 1000  # ended requests that are buffered before they are counted
 
 
@@ -147,6 +151,7 @@ class GatewayMetrics:
         self._models: dict[tuple[str, str], ModelMetrics] = {}
         self._names: set[str] = set()
         self._refused: Counter[tuple[str, ...]] = Counter()
+        self._unknown: Counter[tuple[str, ...]] = Counter()
         self._retries: Counter[tuple[str, ...]] = Counter()
         # The time that this gateway added to a request: all but the waits for a slot and for the replica.
         self.overhead = Histogram(OVERHEAD_S)
@@ -164,6 +169,13 @@ class GatewayMetrics:
         """Counts a request that was answered with an error. Only served models become a label: clients may send any
         name."""
         self._refused[(model if model in self._names and model is not None else "", str(status), code)] += 1
+
+    def unknown(self, fields: Iterable[str]) -> None:
+        """Counts the unknown fields of a request, by their paths without places in lists. Clients may send any name:
+        further ones than the first, and long ones, are `other`."""
+        for field in fields:
+            known = (field,) in self._unknown or (len(self._unknown) < MAX_FIELDS and _FIELD.fullmatch(field))
+            self._unknown[(field if known else OTHER,)] += 1
 
     def retried(self, model: str, kind: str) -> None:
         """Counts a request that moves to another replica; ``kind`` is the cause: `lost` or `draining`."""
@@ -228,6 +240,8 @@ class GatewayMetrics:
         yield by_label("corewright_encoded_inputs", "counter", help, ("model", "replica"), inputs)
         help = "Requests answered with an error, by status and code."
         yield by_label("corewright_requests_refused", "counter", help, ("model", "status", "code"), self._refused)
+        help = "Unknown fields of requests, which change nothing, by path."
+        yield by_label("corewright_unknown_fields", "counter", help, ("field",), self._unknown)
         help = "Requests moved to another replica, by cause."
         yield by_label("corewright_request_retries", "counter", help, ("model", "kind"), self._retries)
         help = "Time the gateway adds to a request, without the waits for a slot and for the replica."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -10,7 +11,10 @@ import pytest
 
 from orchestrator.gateway.openai import body_reader, protocol
 from orchestrator.gateway.openai.errors import ApiError
+from orchestrator.gateway.openai.request_builder import chat_prompt
 from orchestrator.gateway.openai.template_variables import template_variables
+from tests.checkpoints import save_tokenizer
+from workers.text.tokenizer import load_tokenizer
 
 HELLO = [{"role": "user", "content": "hi"}]
 CITY = {"type": "object", "properties": {"city": {"$ref": "#/$defs/city"}}, "$defs": {"city": {"enum": ["Paris"]}}}
@@ -29,21 +33,32 @@ def for_template(*messages: dict[str, Any]) -> list[dict[str, Any]]:
     return [message.for_template(place) for place, message in enumerate(request.messages)]
 
 
-def call(arguments: str) -> dict[str, Any]:
+def call(arguments: str | None) -> dict[str, Any]:
     return {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": arguments}}]}
 
 
 def test_a_message_reaches_the_template_as_templates_expect_it() -> None:
-    """Text in one piece, never null; arguments as objects; and no field that was not sent."""
+    """Text in one piece, never null; arguments as objects, of a call that was cut off with the complete members; and no
+    field that was not sent."""
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    assert for_template({"role": "user", "content": parts, "name": "Ada", "audio": 1}) == [
+    assert for_template({"role": "user", "content": parts, "name": "Ada", "id": 1}) == [
         {"role": "user", "content": "ab", "name": "Ada"}
     ]
-    for text, value in (('{"a": [1]}', {"a": [1]}), ("", {}), (" ", {})):
+    cut: Any = (('{"a": [1], "b": ["x", "y', {"a": [1], "b": ["x"]}), ("{", {}), ("[1]", {}), ("[" * 100_000, {}))
+    for text, value in (('{"a": [1]}', {"a": [1]}), ("", {}), (" ", {}), (None, {}), *cut):
         function = {"name": "f", "arguments": value}
         assert for_template(call(text)) == [
             {"role": "assistant", "content": "", "tool_calls": [{"id": "c", "type": "function", "function": function}]}
         ]
+    turn = [
+        {"type": "thinking", "thinking": "hm"},
+        {"type": "think", "think": "hm"},
+        {"type": "refusal", "refusal": "No."},
+    ]
+    assert for_template({"role": "assistant", "content": turn}, {"role": "assistant", "refusal": "No."}) == [
+        {"role": "assistant", "content": "No.", "reasoning_content": "hm\nhm"},
+        {"role": "assistant", "content": "No."},
+    ]
     assert for_template({"role": "tool", "content": "4", "tool_call_id": "c"}) == [
         {"role": "tool", "content": "4", "tool_call_id": "c"}
     ]
@@ -102,9 +117,7 @@ def test_reasoning_is_controlled_by_variables_of_the_template(
 @pytest.mark.parametrize(
     ("message", "says"),
     [
-        (call("{"), "messages[0].tool_calls[0].function.arguments: not a JSON object"),
-        (call("[1]"), "not a JSON object"),
-        (call("[" * 100_000), "not a JSON object"),
+        (call('{"a": ' * 101 + "1" + "}" * 101), "messages[0].tool_calls[0].function.arguments: lists and objects in"),
         ({**call("{}"), "role": "user"}, "only messages of the assistant may have tool_calls"),
         ({"role": "function", "content": "x"}, "the role 'tool'"),
         ({"role": "assistant", "function_call": {"name": "f"}}, "send tool_calls"),
@@ -116,6 +129,41 @@ def test_an_invalid_message_is_rejected(message: dict[str, Any], says: str) -> N
         for_template(message)
     assert (refused.value.status, refused.value.param) == (400, "messages")
     assert says in refused.value.message
+
+
+PLAIN = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }} {% endfor %}"
+ALTERNATING = (  # as Mistral's and Gemma's: users and assistants alternate, and a system message is the first or none
+    "{% set rest = messages[1:] if messages[0].role == 'system' and KEEPS else messages %}{% for m in rest %}"
+    "{% if m.role not in ('user', 'assistant') or (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant') }}{% endif %}{% endfor %}" + PLAIN
+)
+SYSTEM, USER, ASSISTANT = ({"role": role, "content": role.upper()} for role in ("system", "user", "assistant"))
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "prompt"),
+    [
+        (PLAIN, [USER, SYSTEM, ASSISTANT], "u:USER s:SYSTEM a:ASSISTANT "),
+        ("True", [SYSTEM, USER, ASSISTANT, USER], "s:SYSTEM u:USER a:ASSISTANT u:USER "),
+        ("True", [SYSTEM, USER, SYSTEM], "s:SYSTEM u:USER\n\nSYSTEM "),
+        ("True", [USER, ASSISTANT, SYSTEM, USER], "u:USER a:ASSISTANT u:SYSTEM\n\nUSER "),
+        ("True", [SYSTEM, SYSTEM, USER, SYSTEM, SYSTEM], "s:SYSTEM u:SYSTEM\n\nUSER\n\nSYSTEM\n\nSYSTEM "),
+        ("True", [USER, SYSTEM, ASSISTANT, USER], "u:USER\n\nSYSTEM a:ASSISTANT u:USER "),
+        ("False", [SYSTEM, USER, ASSISTANT], "u:SYSTEM\n\nUSER a:ASSISTANT "),
+        ("False", [SYSTEM, {**SYSTEM, "role": "developer"}, USER], "u:SYSTEM\n\nSYSTEM\n\nUSER "),
+        ("False", [SYSTEM], "u:SYSTEM "),
+        ("False", [USER, USER], "roles must alternate"),
+    ],
+)
+def test_system_messages_may_be_anywhere(tmp_path: Path, template: str, messages: Any, prompt: str) -> None:
+    """As they are where the template takes them; else as text of a user's message."""
+    save_tokenizer(tmp_path, template if template == PLAIN else ALTERNATING.replace("KEEPS", template))
+    tokenizer = load_tokenizer("cpu", str(tmp_path))
+    try:
+        shown = tokenizer.decode(chat_prompt(read(messages=messages), tokenizer))
+    except ApiError as error:
+        shown = error.message
+    assert prompt in shown.removeprefix("<|bos|>")
 
 
 def test_calls_are_possible_only_with_tools() -> None:
@@ -216,6 +264,14 @@ def test_a_call_of_a_message_is_refused_without_being_decoded() -> None:
     with pytest.raises(ApiError, match="function_call"):
         request.messages[0].for_template(0)
     assert bytes(request.messages[0].function_call) == call
+
+
+def test_calls_that_were_cut_off_are_completed_up_to_a_limit() -> None:
+    """Of all messages together: finding the complete members takes time."""
+    half = call('{"a": 1, "b": "' + "x" * (protocol.MAX_CUT_CHARACTERS // 2 - 20))
+    cut = protocol.CutCalls()
+    turns = [message.for_template(place, cut) for place, message in enumerate(read(messages=[half] * 3).messages)]
+    assert [turn["tool_calls"][0]["function"]["arguments"] for turn in turns] == [{"a": 1}, {"a": 1}, {}]
 
 
 def test_the_arguments_of_a_call_have_a_limit() -> None:

@@ -40,7 +40,7 @@ MATRIX: list[tuple[str, Any, int, str | None, str | None, str]] = [
         "model",
         "'zzz' does not exist. Models: bare, broken, m.",
     ),
-    (TEXT, {"model": "m", "prompt": "x", "frob": 1}, 400, None, "frob", "Unrecognized request argument supplied: frob"),
+    (TEXT, {"model": "m", "prompt": "x", "audio": {}}, 400, "unsupported_parameter", "audio", "audio is not supported"),
     (TEXT, {"model": "m"}, 400, None, "prompt", "you must provide 'prompt'"),
     (TEXT, {"model": "m", "prompt": None}, 400, None, "prompt", "prompt: Expected str | array, got null"),
     (TEXT, {"model": "m", "prompt": ""}, 400, None, "prompt", "prompt is empty"),

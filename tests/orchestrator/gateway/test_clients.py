@@ -153,7 +153,7 @@ def test_without_tools_the_same_text_is_text(place: Place) -> None:
     """And with `tool_choice: none`, which hides the tools from the model."""
     for fields in ({}, {"tools": TOOLS, "tool_choice": "none"}):
         message = chat(place, "hermes", **fields).json()["choices"][0]
-        assert message["message"] == {"role": "assistant", "content": CALLS["hermes"]}
+        assert message["message"] == {"role": "assistant", "content": CALLS["hermes"], "refusal": None}
         assert message["finish_reason"] == "stop"
         assert MARKS["hermes"] not in place.engines["hermes"].prompts[-1]
 
@@ -227,7 +227,7 @@ REFUSALS: list[tuple[str, dict[str, Any], str | None, str, str]] = [
     ),
     ("hermes", {"functions": [TOOLS[0]["function"]]}, "unsupported_parameter", "functions", "send tools"),
     ("hermes", {"function_call": "auto"}, "unsupported_parameter", "function_call", "send tool_choice"),
-    ("hermes", {"chat_template": "{{ 1 }}"}, None, "chat_template", "templates are programs"),
+    ("hermes", {"chat_template": "{{ 1 }}"}, "unsupported_parameter", "chat_template", "templates are programs"),
     (
         "hermes",
         {"chat_template_kwargs": {"tokenize": False}},

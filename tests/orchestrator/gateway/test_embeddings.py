@@ -147,7 +147,6 @@ def test_dimensions_cut_each_vector_and_scale_it_to_length_1(served: LiveGateway
         ({"prompt": "a", "prompt_name": "b"}, None, "prompt_name", "exclude each other"),
         ({"prompt_name": "query"}, None, "prompt_name", "'query' is not a prompt of this model; it has none"),
         ({"input": ["a", [1]], "prompt": "q: "}, None, "prompt", "input 1 has token ids"),
-        ({"frob": 1}, None, "frob", "Unrecognized"),
         ({"model": "nope"}, "model_not_found", "model", "does not exist"),
     ],
 )

@@ -32,6 +32,8 @@ TOOLS = [
     {"name": "now", "input_schema": {"type": "object"}},
 ]
 
+SEARCH = {"type": "web_search_20250305", "name": "web_search", "max_uses": 3}
+
 
 class Place:
     """A gateway with a model that says what a test sets."""
@@ -225,6 +227,16 @@ def test_successive_messages_of_one_role_are_one(place: Place) -> None:
     assert place.prompt_of(messages=[*HELLO, *HELLO]) == "user: HiHi\nassistant:"
 
 
+def test_a_system_message_and_a_budget_are_accepted_and_tools_of_the_server_left_out(place: Place) -> None:
+    """As Claude Code sends them."""
+    messages = [*HELLO, {"role": "system", "content": "Skills are below."}]
+    thinking = {"type": "enabled", "budget_tokens": 31999}
+
+    prompt = place.prompt_of(messages=messages, thinking=thinking, tools=[SEARCH], tool_choice={"type": "auto"})
+
+    assert prompt == "user: Hi\nsystem: Skills are below.\nassistant:"
+
+
 def test_the_counted_tokens_are_those_of_the_answers_usage(place: Place) -> None:
     """With a system prompt and tools."""
     fields: dict[str, Any] = {"system": "Be brief.", "tools": TOOLS}
@@ -257,14 +269,14 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages: at least one message is required"),
     ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0].type"),
     ({"messages": [{"role": "user", "content": []}]}, "messages: none has text, a tool use or a tool result"),
-    ({"messages": [{"role": "system", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "critic", "content": "x"}]}, "messages[0].role"),
     ({"thinking": {"type": "often"}}, "thinking.type: Invalid enum value 'often'"),
     ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management.edits[0].type"),
-    ({"context_management": {"edit": []}}, "Unrecognized request argument supplied: edit"),
-    ({"mcp_servers": []}, "Unrecognized request argument supplied: mcp_servers"),
-    ({"stop": "x"}, "stop; here: stop_sequences"),
+    ({"mcp_servers": [{}]}, "mcp_servers is not supported; here: tools"),
+    ({"stop": "x"}, "stop is not supported; here: stop_sequences"),
     ({"temperature": 3}, "temperature: 3 is out of range"),
-    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
+    ({"tools": [*TOOLS, SEARCH], "tool_choice": {"type": "tool", "name": "web_search"}}, "server cannot run"),
+    ({"tools": [SEARCH], "tool_choice": {"type": "any"}}, "this server cannot run web_search"),
     ({"tool_choice": {"type": "any"}}, "tool_choice requires tools"),
     ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "x"}}, "'x' is not one of the tools"),
     (

@@ -51,7 +51,7 @@ def test_chat_logprobs_have_openais_format() -> None:
     body = whole(True, (choice, [event("a", 5), event("é", 6, FinishReason.STOP)]))
 
     (only,) = body["choices"]
-    assert only["message"] == {"role": "assistant", "content": "aé"}
+    assert only["message"] == {"role": "assistant", "content": "aé", "refusal": None}
     assert only["logprobs"]["content"][1] == {
         "token": "é",
         "logprob": -0.5,

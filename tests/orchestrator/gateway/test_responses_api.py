@@ -89,6 +89,31 @@ def test_calls_and_outputs_go_back_to_the_model(place: Place) -> None:
     assert place.engine.prompts[-1].removeprefix("<|bos|>") == turns
 
 
+def test_what_only_other_servers_run_does_not_reach_the_model(place: Place) -> None:
+    """Neither their tools nor their items, as Codex sends them; a call whose input is text is read as a call."""
+    custom = {"type": "custom_tool_call", "call_id": "c1", "name": "patch", "input": "+x", "status": "completed"}
+    items = [
+        {"role": "developer", "content": [{"type": "input_text", "text": "Hi"}]},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
+        {"type": "web_search_call", "id": "ws", "status": "completed", "action": {"type": "search", "query": "x"}},
+        {"type": "shell_call_output", "call_id": "s", "output": [{"stdout": "x", "stderr": "", "outcome": {}}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
+        custom,
+        {"type": "custom_tool_call_output", "call_id": "c1", "output": "done"},
+        {"type": "function_call", "call_id": "c2", "name": "now", "arguments": '{"a": [1], "b'},
+    ]
+    tools = [{"type": "namespace", "name": "group", "tools": []}, {"type": "web_search"}, {"type": "local_shell"}]
+
+    answer = ask(place, input=items, tools=tools, tool_choice="auto", client_metadata={"turn": "1"})
+
+    assert (answer.status_code, answer.json()["tools"]) == (200, [])
+    assert answer.headers["x-corewright-ignored-tools"] == "group, web_search, local_shell"
+    turns = (
+        'system: Hi\nassistant: <Hm.> No. patch({"input": "+x"})\ntool: done\nassistant:  now({"a": [1]})\nassistant:'
+    )
+    assert place.engine.prompts[-1].removeprefix("<|bos|>") == turns
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -96,7 +121,9 @@ def test_calls_and_outputs_go_back_to_the_model(place: Place) -> None:
         ({"background": True}, "background"),
         ({"max_tokens": 5}, "max_tokens"),
         ({"max_output_tokens": 5000}, "max_output_tokens"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [*TOOLS, {"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "tool_choice"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0]"),
+        ({"include": ["message.output_text.logprobs"]}, "include"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format"),
         ({"input": [{"role": "user", "content": "Hi"}] * 5000}, "input"),
         ({"input": []}, "input"),
