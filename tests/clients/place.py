@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from tests.checkpoints import EOS_ID
+from tests.clients.families import FAMILIES, Call, Family
 from tests.orchestrator.gateways import LiveGateway, routes
 from tests.orchestrator.scripted import ScriptedEngine, ScriptedReplica, save_tools_tokenizer
 from tests.workers.tables import TableEngine, table
@@ -18,6 +21,7 @@ from workers.text.tokenizer import load_tokenizer
 DEMO = Path(__file__).parents[2] / "placements" / "examples" / "models" / "tiny"
 DEMO_ANSWER = "A NeuronCore is one compute core of an AWS Inferentia or Trainium chip."
 MAX_LEN = 512
+AGENT_MAX_LEN = 40_960  # as docs/agents.md has it
 CALL: dict[str, Any] = {"name": "get_weather", "arguments": {"city": "Paris"}}
 SAYS = f"Wait. <tool_call>\n{json.dumps(CALL)}\n</tool_call>"
 
@@ -54,3 +58,38 @@ class Place:
         self.gateway.close()
         for replica in self._replicas:
             replica.close()
+
+
+class AgentPlace:
+    """A gateway with one model of each family, which all follow one script: the step of a prompt is the number of
+    results in it. Prompts without tools, such as those for a title, get the last step."""
+
+    def __init__(self, folder: Path) -> None:
+        self.gateway = LiveGateway()
+        self.steps: Sequence[Call | str] = ()
+        self.prompts: list[str] = []
+        self._replicas: list[ScriptedReplica] = []
+        models = []
+        for name, family in FAMILIES.items():
+            tokenizer = family.save(folder / name)
+            engine = ScriptedEngine(tokenizer, partial(self._says, family), max_len=AGENT_MAX_LEN)
+            self._replicas.append(ScriptedReplica(engine, tokenizer))
+            source = str(folder / name)
+            models.append(
+                routes(name, self._replicas[-1], engine="cpu", source=source, max_len=AGENT_MAX_LEN)  # type: ignore[arg-type]
+            )
+        self.gateway.serve(*models)
+
+    @property
+    def url(self) -> str:
+        return self.gateway.url
+
+    def close(self) -> None:
+        self.gateway.close()
+        for replica in self._replicas:
+            replica.close()
+
+    def _says(self, family: Family, prompt: str) -> str:
+        self.prompts.append(prompt)
+        step = prompt.count(family.result) if family.tools in prompt else -1
+        return family.text(self.steps[min(step, len(self.steps) - 1)])

@@ -1,0 +1,34 @@
+"""Packages langchain and langchain-openai: runs an agent with two tools and prints its streamed answer. Arguments: the
+gateway's address and the model."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from langchain.agents import create_agent
+from langchain_openai import ChatOpenAI
+
+url, name = sys.argv[1:]
+
+
+def get_weather(city: str, days: int) -> str:
+    """The weather of a city."""
+    return f"fact-1-rain in {city} in {days} days"
+
+
+def get_time(city: str) -> str:
+    """The time in a city."""
+    return f"fact-2-noon in {city}"
+
+
+model = ChatOpenAI(model=name, base_url=f"{url}/v1", api_key="x", max_retries=0, stream_usage=True)
+agent = create_agent(model, tools=[get_weather, get_time], system_prompt="Answer briefly.")
+question = {"messages": [{"role": "user", "content": "How is Paris?"}]}
+answer, text = "", ""
+for mode, piece in agent.stream(question, stream_mode=["messages", "values"]):
+    if mode == "values":
+        answer, text = piece["messages"][-1].text, text if piece["messages"][-1].type == "ai" else ""
+    elif piece[1]["langgraph_node"] == "model":
+        text += piece[0].text
+print(json.dumps({"answer": answer, "streamed": text}))

@@ -1,0 +1,104 @@
+"""Agents and their libraries against a scripted model of each family: two calls with their results, then an answer.
+
+Claude Code and Codex run by the commands of docs/agents.md, the others by the programs of `tests/clients/programs`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.clients.families import FAMILIES, Call
+from tests.clients.installed import node_modules, run, run_program
+from tests.clients.place import AgentPlace
+from tests.docs.pages import DOCS, blocks
+
+PAGE = DOCS / "agents.md"
+ADDRESS, NAME = "http://127.0.0.1:8080", "coder"  # of the page
+ANSWER = "It rains at noon."
+FACTS = ("fact-1-rain", "fact-2-noon")  # results of the two calls
+PROGRAMS = [
+    "openai_agents_loop qwen3 chat",
+    "openai_agents_loop gpt-oss responses",
+    "pydantic_ai_loop qwen3 chat",
+    "pydantic_ai_loop deepseek-v3.1 responses",
+    "langchain_loop glm4.5",
+    "litellm_loop mistral openai",
+    "litellm_loop qwen3-coder anthropic",
+    "open_webui_loop llama3",
+]
+
+pytestmark = pytest.mark.clients
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AgentPlace]:
+    built = AgentPlace(tmp_path_factory.mktemp("models"))
+    yield built
+    built.close()
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """The home of an agent, with the files that it is to read."""
+    (tmp_path / "notes.txt").write_text(f"{FACTS[0]}\n")
+    (tmp_path / "notes.sh").write_text(f"echo {FACTS[1].replace('-2-', '-$((1 + 1))-')}\n")
+    return tmp_path
+
+
+def block(section: str, language: str, place: AgentPlace, model: str) -> str:
+    """A block of the page, for this gateway and this model."""
+    (text,) = [each.text for each in blocks(PAGE) if (each.section, each.language) == (section, language)]
+    return text.replace(ADDRESS, place.url).replace(NAME, model)
+
+
+def run_commands(section: str, place: AgentPlace, home: Path, model: str) -> str:
+    path = f"{node_modules() / '.bin'}:{os.environ['PATH']}"
+    return run(["bash", "-ec", block(section, "bash", place, model)], home, {"PATH": path})
+
+
+def follow(place: AgentPlace, *calls: Call) -> None:
+    """The script of the next agent."""
+    place.steps = (*calls, ANSWER)
+    place.prompts.clear()
+
+
+def facts_of(place: AgentPlace) -> list[bool]:
+    """Which facts the model has read when it answers."""
+    return [fact in place.prompts[-1] for fact in FACTS]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_claude_code_reads_runs_and_answers(place: AgentPlace, home: Path, family: str) -> None:
+    """By the commands of the page: the tools Read and Bash, and the answer alone, without calls and thoughts."""
+    bash = {"command": "bash notes.sh", "description": "Run the notes"}
+    follow(place, Call("Read", {"file_path": str(home / "notes.txt")}), Call("Bash", bash))
+
+    printed = run_commands("Claude Code", place, home, family)
+
+    assert (printed.strip(), facts_of(place)) == (ANSWER, [True, True])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_codex_runs_commands_and_answers(place: AgentPlace, home: Path, family: str) -> None:
+    """By the configuration and the command of the page: two commands, and the answer alone."""
+    (home / ".codex").mkdir()
+    (home / ".codex" / "config.toml").write_text(block("Codex", "toml", place, family))
+    follow(place, *(Call("exec_command", {"cmd": cmd}) for cmd in ("cat notes.txt", "bash notes.sh")))
+
+    printed = run_commands("Codex", place, home, family)
+
+    assert (printed.strip(), facts_of(place)) == (ANSWER, [True, True])
+
+
+@pytest.mark.parametrize("client", PROGRAMS)
+def test_a_library_completes_two_calls_and_streams_the_answer(place: AgentPlace, tmp_path: Path, client: str) -> None:
+    """Its own loop calls the functions; the result of each is in the model's last prompt."""
+    follow(place, Call("get_weather", {"city": "Paris", "days": 2}), Call("get_time", {"city": "Paris"}))
+
+    read = run_program(client, place.url, tmp_path)
+
+    assert (read["answer"], read["streamed"], facts_of(place)) == (ANSWER, ANSWER, [True, True])
