@@ -126,7 +126,7 @@ def _check_calling(request: ChatRequest) -> None:
     for old, new in (("functions", "tools"), ("function_call", "tool_choice")):
         if getattr(request, old) not in (None, []):
             raise invalid(f"{old} is not supported; send {new}", param=old, code="unsupported_parameter")
-    if request.tool_choice not in (None, "none") and not request.tools:
+    if request.tool_choice not in (None, "none", "auto") and not request.tools:
         raise invalid("tool_choice requires tools", param="tool_choice")
     if request.calling == "none":
         return
