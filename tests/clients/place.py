@@ -22,6 +22,8 @@ DEMO = Path(__file__).parents[2] / "placements" / "examples" / "models" / "tiny"
 DEMO_ANSWER = "A NeuronCore is one compute core of an AWS Inferentia or Trainium chip."
 MAX_LEN = 512
 AGENT_MAX_LEN = 40_960  # as docs/agents.md has it
+SUMMARY = "So far: fact-1-rain, fact-2-noon."
+COMPACTS = ("create a detailed summary of the conversation", "CONTEXT CHECKPOINT COMPACTION")  # Claude Code, Codex
 CALL: dict[str, Any] = {"name": "get_weather", "arguments": {"city": "Paris"}}
 SAYS = f"Wait. <tool_call>\n{json.dumps(CALL)}\n</tool_call>"
 
@@ -62,7 +64,8 @@ class Place:
 
 class AgentPlace:
     """A gateway with one model of each family, which all follow one script: the step of a prompt is the number of
-    results in it. Prompts without tools, such as those for a title, get the last step."""
+    results in it. Prompts without tools, such as those for a title, get the last step, as those with a summary do; those
+    that ask for a summary get it."""
 
     def __init__(self, folder: Path) -> None:
         self.gateway = LiveGateway()
@@ -91,5 +94,7 @@ class AgentPlace:
 
     def _says(self, family: Family, prompt: str) -> str:
         self.prompts.append(prompt)
-        step = prompt.count(family.result) if family.tools in prompt else -1
+        if any(words in prompt for words in COMPACTS):
+            return family.text(f"<summary>{SUMMARY}</summary>")
+        step = prompt.count(family.result) if family.tools in prompt and SUMMARY not in prompt else -1
         return family.text(self.steps[min(step, len(self.steps) - 1)])

@@ -13,7 +13,7 @@ import pytest
 
 from tests.clients.families import FAMILIES, Call
 from tests.clients.installed import node_modules, run, run_program
-from tests.clients.place import AgentPlace
+from tests.clients.place import AGENT_MAX_LEN, SUMMARY, AgentPlace
 from tests.docs.pages import DOCS, blocks
 
 PAGE = DOCS / "agents.md"
@@ -92,6 +92,21 @@ def test_codex_runs_commands_and_answers(place: AgentPlace, home: Path, family: 
     printed = run_commands("Codex", place, home, family)
 
     assert (printed.strip(), facts_of(place)) == (ANSWER, [True, True])
+
+
+@pytest.mark.parametrize("agent", ["Claude Code", "Codex"])
+def test_an_agent_compacts_a_history_that_becomes_too_long(place: AgentPlace, home: Path, agent: str) -> None:
+    """Claude Code when the gateway refuses it, Codex by the length in its configuration."""
+    (home / "long.txt").write_text("".join(f"fact {n}: {n * 7919 % 9973}\n" for n in range(1600)))
+    (home / ".codex").mkdir()
+    short = block("Codex", "toml", place, "mistral").replace(str(AGENT_MAX_LEN), "12000")
+    (home / ".codex" / "config.toml").write_text(short)
+    names = {"Claude Code": ("Bash", "command"), "Codex": ("exec_command", "cmd")}[agent]
+    follow(place, *(Call(names[0], {names[1]: f"{tool} long.txt"}) for tool in ("cat", "tac")))
+
+    printed = run_commands(agent, place, home, "mistral")
+
+    assert (printed.strip(), SUMMARY in place.prompts[-1]) == (ANSWER, True)
 
 
 @pytest.mark.parametrize("client", PROGRAMS)
