@@ -64,8 +64,8 @@ class Place:
 
 class AgentPlace:
     """A gateway with one model of each family, which all follow one script: the step of a prompt is the number of
-    results in it. Prompts without tools, such as those for a title, get the last step, as those with a summary do; those
-    that ask for a summary get it."""
+    results in it. Prompts without tools, such as those for a title, and those with a summary get the last step;
+    those that ask for a summary get it."""
 
     def __init__(self, folder: Path) -> None:
         self.gateway = LiveGateway()
