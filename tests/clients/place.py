@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from tests.orchestrator.gateways import LiveGateway, routes
 from tests.orchestrator.scripted import ScriptedEngine, ScriptedReplica, save_tools_tokenizer
 from tests.workers.tables import TableEngine, table
 from workers.engines.cpu.engine import CpuEngine
-from workers.text.tokenizer import load_tokenizer
+from workers.text.tokenizer import Tokenizer, load_tokenizer
 
 DEMO = Path(__file__).parents[2] / "placements" / "examples" / "models" / "tiny"
 DEMO_ANSWER = "A NeuronCore is one compute core of an AWS Inferentia or Trainium chip."
@@ -62,6 +63,25 @@ class Place:
             replica.close()
 
 
+class CertainEngine(ScriptedEngine):
+    """Its logits leave one token to choose, so that a grammar can forbid it."""
+
+    def __init__(self, tokenizer: Tokenizer, says: Callable[[str], str], max_len: int) -> None:
+        super().__init__(tokenizer, says, max_len=max_len)
+        self.spec = dataclasses.replace(self.spec, returns="logits")
+
+    def prefill(self, slots: Sequence[int], prompts: Sequence[Sequence[int]]) -> Any:
+        return self._logits(super().prefill(slots, prompts))
+
+    def decode(self, slots: Sequence[int], tokens: Sequence[int], positions: Sequence[int]) -> Any:
+        return self._logits(super().decode(slots, tokens, positions))
+
+    def _logits(self, tokens: Sequence[int]) -> Any:
+        import torch
+
+        return 100.0 * torch.nn.functional.one_hot(torch.tensor(tokens), self.spec.vocab_size).float()
+
+
 class AgentPlace:
     """A gateway with one model of each family, which all follow one script: the step of a prompt is the number of
     results in it. Prompts without tools, such as those for a title, and those with a summary get the last step;
@@ -75,7 +95,7 @@ class AgentPlace:
         models = []
         for name, family in FAMILIES.items():
             tokenizer = family.save(folder / name)
-            engine = ScriptedEngine(tokenizer, partial(self._says, family), max_len=AGENT_MAX_LEN)
+            engine = CertainEngine(tokenizer, partial(self._says, family), AGENT_MAX_LEN)
             self._replicas.append(ScriptedReplica(engine, tokenizer))
             source = str(folder / name)
             models.append(

@@ -31,6 +31,13 @@ PROGRAMS = [
     "open_webui_loop llama3",
 ]
 
+TYPED_PROGRAMS = [
+    "openai_agents_loop qwen3 responses typed",
+    "pydantic_ai_loop mistral chat typed",
+    "langchain_loop llama3 typed",
+]
+WEATHER = (Call("get_weather", {"city": "Paris", "days": 2}), Call("get_time", {"city": "Paris"}))
+
 pytestmark = pytest.mark.clients
 
 
@@ -60,9 +67,9 @@ def run_commands(section: str, place: AgentPlace, home: Path, model: str) -> str
     return run(["bash", "-ec", block(section, "bash", place, model)], home, {"PATH": path})
 
 
-def follow(place: AgentPlace, *calls: Call) -> None:
+def follow(place: AgentPlace, *calls: Call, answer: str = ANSWER) -> None:
     """The script of the next agent."""
-    place.steps = (*calls, ANSWER)
+    place.steps = (*calls, answer)
     place.prompts.clear()
 
 
@@ -112,8 +119,19 @@ def test_an_agent_compacts_a_history_that_becomes_too_long(place: AgentPlace, ho
 @pytest.mark.parametrize("client", PROGRAMS)
 def test_a_library_completes_two_calls_and_streams_the_answer(place: AgentPlace, tmp_path: Path, client: str) -> None:
     """Its own loop calls the functions; the result of each is in the model's last prompt."""
-    follow(place, Call("get_weather", {"city": "Paris", "days": 2}), Call("get_time", {"city": "Paris"}))
+    follow(place, *WEATHER)
 
     read = run_program(client, place.url, tmp_path)
 
     assert (read["answer"], read["streamed"], facts_of(place)) == (ANSWER, ANSWER, [True, True])
+
+
+@pytest.mark.parametrize("client", TYPED_PROGRAMS)
+def test_a_library_completes_two_calls_and_reads_an_object(place: AgentPlace, tmp_path: Path, client: str) -> None:
+    """It sends tools together with the schema of the answer; the grammar of the request allows calls and the object."""
+    answer = '{"sky":"rain","hour":12}'
+    follow(place, *WEATHER, answer=answer)
+
+    read = run_program(client, place.url, tmp_path)
+
+    assert (read["answer"], read["streamed"], facts_of(place)) == (answer, answer, [True, True])

@@ -71,8 +71,8 @@ def task(**fields: Any) -> str:
     return json.load(send("/chat/completions", body))["choices"][0]["message"]["content"]
 
 
-tasks = [task(max_completion_tokens=1000), task()]
-models = [model["id"] for model in json.load(send("/models"))["data"]]
+assert name in [model["id"] for model in json.load(send("/models"))["data"]]
+assert task(max_completion_tokens=1000) == task()
 messages: list[Any] = [
     {"role": "system", "content": "User Context:\n\nAnswer briefly."},
     {"role": "user", "content": "How is Paris?"},
@@ -82,4 +82,4 @@ while (message := chat(messages)).get("tool_calls"):
         {"role": "tool", "tool_call_id": call["id"], "content": run(call["function"])} for call in message["tool_calls"]
     ]
     messages += [message, *results]
-print(json.dumps({"answer": message["content"], "streamed": message["content"], "models": models, "tasks": tasks}))
+print(json.dumps({"answer": message["content"], "streamed": message["content"]}))

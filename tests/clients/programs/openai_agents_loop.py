@@ -1,5 +1,5 @@
 """Package openai-agents: runs an agent with two tools and prints its streamed answer. Arguments: the gateway's address,
-the model, and the API, `chat` or `responses`."""
+the model, the API, `chat` or `responses`, and `typed` for an answer that is an object."""
 
 from __future__ import annotations
 
@@ -9,10 +9,16 @@ import sys
 
 from agents import Agent, OpenAIChatCompletionsModel, OpenAIResponsesModel, Runner, function_tool, set_tracing_disabled
 from openai import AsyncOpenAI
+from pydantic import BaseModel
 
-url, name, api = sys.argv[1:]
+url, name, api, *typed = sys.argv[1:]
 set_tracing_disabled(True)  # traces go to OpenAI
 client = AsyncOpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0)
+
+
+class Weather(BaseModel):
+    sky: str
+    hour: int
 
 
 @function_tool
@@ -34,12 +40,14 @@ def get_time(city: str) -> str:
 
 async def main() -> None:
     model = {"chat": OpenAIChatCompletionsModel, "responses": OpenAIResponsesModel}[api](name, client)
-    agent = Agent("Guide", instructions="Answer briefly.", tools=[get_weather, get_time], model=model)
+    tools = [get_weather, get_time]
+    agent = Agent("Guide", instructions="Be brief.", tools=tools, model=model, output_type=Weather if typed else None)
     run, text = Runner.run_streamed(agent, "How is Paris?"), ""
     async for event in run.stream_events():
         if event.type == "raw_response_event" and event.data.type == "response.output_text.delta":
             text += event.data.delta
-    print(json.dumps({"answer": run.final_output, "streamed": text}))
+    answer = run.final_output.model_dump_json() if typed else run.final_output
+    print(json.dumps({"answer": answer, "streamed": text}))
 
 
 asyncio.run(main())

@@ -1,5 +1,5 @@
 """Package pydantic-ai: runs an agent with two tools and prints its streamed answer. Arguments: the gateway's address,
-the model, and the API, `chat`, `responses` or `anthropic`."""
+the model, the API, `chat` or `responses`, and `typed` for an answer that is an object."""
 
 from __future__ import annotations
 
@@ -7,25 +7,22 @@ import asyncio
 import json
 import sys
 
-from pydantic_ai import Agent
+from pydantic import BaseModel
+from pydantic_ai import Agent, NativeOutput
+from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
+from pydantic_ai.providers.openai import OpenAIProvider
 
-url, name, api = sys.argv[1:]
-
-
-def model() -> object:
-    if api == "anthropic":
-        from pydantic_ai.models.anthropic import AnthropicModel
-        from pydantic_ai.providers.anthropic import AnthropicProvider
-
-        return AnthropicModel(name, provider=AnthropicProvider(base_url=url, api_key="x"))
-    from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
-    from pydantic_ai.providers.openai import OpenAIProvider
-
-    kind = {"chat": OpenAIChatModel, "responses": OpenAIResponsesModel}[api]
-    return kind(name, provider=OpenAIProvider(base_url=f"{url}/v1", api_key="x"))
+url, name, api, *typed = sys.argv[1:]
 
 
-agent = Agent(model(), instructions="Answer briefly.")
+class Weather(BaseModel):
+    sky: str
+    hour: int
+
+
+kind = {"chat": OpenAIChatModel, "responses": OpenAIResponsesModel}[api]
+model = kind(name, provider=OpenAIProvider(base_url=f"{url}/v1", api_key="x"))
+agent = Agent(model, instructions="Answer briefly.", output_type=NativeOutput(Weather) if typed else str)
 
 
 @agent.tool_plain
@@ -42,8 +39,12 @@ def get_time(city: str) -> str:
 
 async def main() -> None:
     async with agent.run_stream("How is Paris?") as run:
-        text = "".join([piece async for piece in run.stream_text(delta=True)])
-        print(json.dumps({"answer": await run.get_output(), "streamed": text}))
+        if typed:
+            parts = [part.model_dump_json() async for part in run.stream_output()]
+            print(json.dumps({"answer": (await run.get_output()).model_dump_json(), "streamed": parts[-1]}))
+        else:
+            text = "".join([piece async for piece in run.stream_text(delta=True)])
+            print(json.dumps({"answer": await run.get_output(), "streamed": text}))
 
 
 asyncio.run(main())
