@@ -5,6 +5,7 @@ Claude Code and Codex run by the commands of docs/agents.md, the others by the p
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,6 +37,8 @@ TYPED_PROGRAMS = [
     "pydantic_ai_loop mistral chat typed",
     "langchain_loop llama3 typed",
 ]
+COMMANDS = [Call("exec_command", {"cmd": cmd}) for cmd in ("cat notes.txt", "bash notes.sh")]
+OBJECT = '{"sky":"rain","hour":12}'
 WEATHER = (Call("get_weather", {"city": "Paris", "days": 2}), Call("get_time", {"city": "Paris"}))
 
 pytestmark = pytest.mark.clients
@@ -62,9 +65,14 @@ def block(section: str, language: str, place: AgentPlace, model: str) -> str:
     return text.replace(ADDRESS, place.url).replace(NAME, model)
 
 
-def run_commands(section: str, place: AgentPlace, home: Path, model: str) -> str:
+def run_commands(section: str, place: AgentPlace, home: Path, model: str, options: str = "") -> str:
+    """What the page's commands print, with further options of the last one. Codex finds its configuration."""
+    (home / ".codex").mkdir(exist_ok=True)
+    if not (config := home / ".codex" / "config.toml").exists():
+        config.write_text(block("Codex", "toml", place, model))
     path = f"{node_modules() / '.bin'}:{os.environ['PATH']}"
-    return run(["bash", "-ec", block(section, "bash", place, model)], home, {"PATH": path})
+    script = f"{block(section, 'bash', place, model).rstrip()} {options}"
+    return run(["bash", "-ec", script], home, {"PATH": path})
 
 
 def follow(place: AgentPlace, *calls: Call, answer: str = ANSWER) -> None:
@@ -92,9 +100,7 @@ def test_claude_code_reads_runs_and_answers(place: AgentPlace, home: Path, famil
 @pytest.mark.parametrize("family", FAMILIES)
 def test_codex_runs_commands_and_answers(place: AgentPlace, home: Path, family: str) -> None:
     """By the configuration and the command of the page: two commands, and the answer alone."""
-    (home / ".codex").mkdir()
-    (home / ".codex" / "config.toml").write_text(block("Codex", "toml", place, family))
-    follow(place, *(Call("exec_command", {"cmd": cmd}) for cmd in ("cat notes.txt", "bash notes.sh")))
+    follow(place, *COMMANDS)
 
     printed = run_commands("Codex", place, home, family)
 
@@ -129,9 +135,20 @@ def test_a_library_completes_two_calls_and_streams_the_answer(place: AgentPlace,
 @pytest.mark.parametrize("client", TYPED_PROGRAMS)
 def test_a_library_completes_two_calls_and_reads_an_object(place: AgentPlace, tmp_path: Path, client: str) -> None:
     """It sends tools together with the schema of the answer; the grammar of the request allows calls and the object."""
-    answer = '{"sky":"rain","hour":12}'
-    follow(place, *WEATHER, answer=answer)
+    follow(place, *WEATHER, answer=OBJECT)
 
     read = run_program(client, place.url, tmp_path)
 
-    assert (read["answer"], read["streamed"], facts_of(place)) == (answer, answer, [True, True])
+    assert (read["answer"], read["streamed"], facts_of(place)) == (OBJECT, OBJECT, [True, True])
+
+
+def test_codex_answers_by_a_schema_after_its_commands(place: AgentPlace, home: Path) -> None:
+    """With its option `--output-schema`."""
+    properties = {"sky": {"type": "string"}, "hour": {"type": "integer"}}
+    schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+    (home / "schema.json").write_text(json.dumps(schema))
+    follow(place, *COMMANDS, answer=OBJECT)
+
+    printed = run_commands("Codex", place, home, "gpt-oss", "--output-schema schema.json")
+
+    assert (printed.strip(), facts_of(place)) == (OBJECT, [True, True])
