@@ -117,15 +117,16 @@ def _harmony(name: str, arguments: Arguments) -> str:
 def _chatml(calls: str, tools: str) -> str:
     """The template of Qwen's families, with their form of calls in a turn, and what follows the tools."""
     return (
-        "{%- if tools %}<|im_start|>system\n# Tools\n\n<tools>{% for tool in tools %}\n{{ tool | tojson }}{% endfor %}"
-        f"\n</tools>\n\n{tools}<|im_end|>\n{{% endif %}}"
+        "{%- if tools %}<|im_start|>system\n# Tools\n\n<tools>"
+        "{% for tool in tools %}{{ '\n' ~ (tool | tojson) }}{% endfor %}{{ '\n' }}"
+        f"</tools>\n\n{tools}<|im_end|>\n{{% endif %}}"
         "{%- for m in messages %}"
         "{%- if m.role == 'tool' %}<|im_start|>user\n<tool_response>\n{{ m.content }}\n</tool_response><|im_end|>\n"
         "{%- else %}<|im_start|>{{ m.role }}\n"
-        "{%- if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m.content or '' }}"
+        "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m.content or '' }}"
         f"{{%- for call in m.tool_calls or [] %}}{calls}{{% endfor %}}<|im_end|>\n{{% endif %}}{{% endfor %}}"
-        "{%- if add_generation_prompt %}<|im_start|>assistant\n"
-        "{%- if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n"
+        "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
     )
 
 
@@ -198,13 +199,13 @@ MISTRAL = Family(
 )
 GLM = Family(
     template=(
-        "[gMASK]<sop>{% if tools %}<|system|>\n# Tools\n\n<tools>{% for tool in tools %}\n{{ tool | tojson }}"
+        "[gMASK]<sop>{% if tools %}<|system|>\n# Tools\n\n<tools>{% for tool in tools %}{{ '\n' }}{{ tool | tojson }}"
         "{% endfor %}\n</tools>\n\nFor each call output\n<tool_call>{function-name}\n<arg_key>{key}</arg_key>\n"
         "<arg_value>{value}</arg_value>\n</tool_call>{% endif %}"
         "{%- for m in messages %}"
         "{%- if m.role == 'tool' %}<|observation|>\n<tool_response>\n{{ m.content }}\n</tool_response>"
         "{%- else %}<|{{ m.role }}|>\n"
-        "{%- if m.role == 'assistant' %}<think>{{ m.reasoning_content or '' }}</think>\n{% endif %}"
+        "{% if m.role == 'assistant' %}<think>{{ m.reasoning_content or '' }}</think>\n{% endif %}"
         "{{- m.content or '' }}"
         "{%- for call in m.tool_calls or [] %}\n<tool_call>{{ call.function.name }}\n"
         f"{{% for key, value in {_PAIRS} %}}<arg_key>{{{{ key }}}}</arg_key>\n"
