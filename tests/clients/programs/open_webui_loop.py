@@ -33,7 +33,7 @@ def send(path: str, body: Any = None) -> Any:
 
 
 def chat(messages: list[Any]) -> dict[str, Any]:
-    """The message of a streamed answer: content, and calls by their index."""
+    """The message of a streamed answer as it goes back: content, and calls by their index; reasoning is only shown."""
     body = {
         "stream": True,
         "model": name,
@@ -41,21 +41,19 @@ def chat(messages: list[Any]) -> dict[str, Any]:
         "stream_options": {"include_usage": True},
         "tools": [{"type": "function", "function": spec} for spec in SPECS],
     }
-    content, thought, calls = "", "", dict[int, Any]()
+    content, calls = "", dict[int, Any]()
     for line in send("/chat/completions", body):
         if not line.startswith(b"data: {"):
             continue
         for choice in json.loads(line[6:])["choices"]:
             delta = choice["delta"]
             content += delta.get("content") or ""
-            thought += delta.get("reasoning_content") or delta.get("reasoning") or ""
             for piece in delta.get("tool_calls") or []:
                 if piece["index"] in calls:
                     calls[piece["index"]]["function"]["arguments"] += piece["function"]["arguments"]
                 else:
                     calls[piece["index"]] = piece
-    message = {"role": "assistant", "content": content, "reasoning_content": thought}
-    return message | ({"tool_calls": list(calls.values())} if calls else {})
+    return {"role": "assistant", "content": content, **({"tool_calls": list(calls.values())} if calls else {})}
 
 
 def run(function: dict[str, Any]) -> str:
