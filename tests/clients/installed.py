@@ -22,6 +22,7 @@ OFFLINE = {  # some would ask for prices, or report their use
     "HF_HUB_OFFLINE": "1",
     "NO_PROXY": "127.0.0.1",
     "HTTPS_PROXY": "http://127.0.0.1:9",  # where nothing listens
+    "CLAUDE_CODE_MAX_RETRIES": "0",  # so that a failure is seen at once
 }
 
 
