@@ -43,14 +43,17 @@ class Family:
     thought: str = ""  # around a `%s`; empty without reasoning
     answer: str = "%s"
 
-    def text(self, step: Call | str) -> str:
-        """What the model writes up to its end token: a call, or an answer to the user."""
+    def text(self, step: Call | str, prompt: str) -> str:
+        """What the model writes up to its end token, after its thought: a call, or an answer to the user."""
         if isinstance(step, Call):
-            return self._thinks(f"I need {step.name}.") + self.call(step.name, step.arguments)
-        return self._thinks("That is all.") + self.answer.replace("%s", step)
+            return self._thinks(f"I need {step.name}.", prompt) + self.call(step.name, step.arguments)
+        return self._thinks("That is all.", prompt) + self.answer.replace("%s", step)
 
-    def _thinks(self, thought: str) -> str:
-        return self.thought.replace("%s", thought)
+    def _thinks(self, thought: str, prompt: str) -> str:
+        """A template may begin the thought, or write an empty one."""
+        if prompt.endswith("<think>"):
+            return f"{thought}</think>"
+        return "" if prompt.rstrip().endswith("</think>") else self.thought.replace("%s", thought)
 
     def save(self, folder: Path) -> Tokenizer:
         """Writes the tokenizer to a new folder: that of all families, with this one's tokens."""

@@ -115,6 +115,6 @@ class AgentPlace:
     def _says(self, family: Family, prompt: str) -> str:
         self.prompts.append(prompt)
         if any(words in prompt for words in COMPACTS):
-            return family.text(f"<summary>{SUMMARY}</summary>")
+            return family.text(f"<summary>{SUMMARY}</summary>", prompt)
         step = prompt.count(family.result) if family.tools in prompt and SUMMARY not in prompt else -1
-        return family.text(self.steps[min(step, len(self.steps) - 1)])
+        return family.text(self.steps[min(step, len(self.steps) - 1)], prompt)
