@@ -86,25 +86,34 @@ def facts_of(place: AgentPlace) -> list[bool]:
     return [fact in place.prompts[-1] for fact in FACTS]
 
 
+def thoughts_of(place: AgentPlace, name: str) -> int:
+    """How many thoughts of a call the model has read when it answers."""
+    return place.prompts[-1].count(f"I need {name}.")
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_claude_code_reads_runs_and_answers(place: AgentPlace, home: Path, family: str) -> None:
-    """By the commands of the page: the tools Read and Bash, and the answer alone, without calls and thoughts."""
+    """By the commands of the page: the tools Read and Bash, and the answer alone, without calls and thoughts, which go
+    back to a model that thinks."""
     bash = {"command": "bash notes.sh", "description": "Run the notes"}
     follow(place, Call("Read", {"file_path": str(home / "notes.txt")}), Call("Bash", bash))
 
     printed = run_commands("Claude Code", place, home, family)
 
+    thoughts = [thoughts_of(place, "Read"), thoughts_of(place, "Bash")]
     assert (printed.strip(), facts_of(place)) == (ANSWER, [True, True])
+    assert thoughts == [int(FAMILIES[family].thought != "")] * 2
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_codex_runs_commands_and_answers(place: AgentPlace, home: Path, family: str) -> None:
-    """By the configuration and the command of the page: two commands, and the answer alone."""
+    """By the configuration and the command of the page: two commands, and the answer alone; thoughts go back."""
     follow(place, *COMMANDS)
 
     printed = run_commands("Codex", place, home, family)
 
     assert (printed.strip(), facts_of(place)) == (ANSWER, [True, True])
+    assert thoughts_of(place, "exec_command") == (2 if FAMILIES[family].thought else 0)
 
 
 @pytest.mark.parametrize("agent", ["Claude Code", "Codex"])
