@@ -107,6 +107,7 @@ clients: venv $(if $(COREWRIGHT_CLIENTS_PYTHON),,.venv-clients/.installed)
 	.venv-clients/bin/pip install --disable-pip-version-check -r tests/clients/requirements.txt
 	cp tests/clients/package.json .venv-clients/
 	cd .venv-clients && npm install --no-package-lock --no-audit --no-fund
+	node .venv-clients/node_modules/@anthropic-ai/claude-code/install.cjs # npm may skip it
 	touch $@
 
 # Lines and branches that no test without a fleet reaches.

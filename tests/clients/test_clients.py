@@ -5,21 +5,15 @@ The programs of `tests/clients/programs` run with the versions of requirements.t
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.clients.installed import run_program
 from tests.clients.place import CALL, DEMO_ANSWER, Place
 
-FOLDER = Path(__file__).parent
-INSTALLED = FOLDER.parents[1] / ".venv-clients"
-PROGRAM_S = 120.0
 CLIENTS = [
     "anthropic_python",
     "anthropic_js",
@@ -35,14 +29,6 @@ CLIENTS = [
     "openai_js",
 ]
 NOT_FOUND = {"ai_js openai-compatible": ["AI_APICallError", 404], "ai_js anthropic": ["AI_APICallError", 404]}
-OFFLINE = {  # some would ask for prices, or report their use
-    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
-    "LITELLM_TELEMETRY": "False",
-    "LANGSMITH_TRACING": "false",
-    "HF_HUB_OFFLINE": "1",
-    "NO_PROXY": "127.0.0.1",
-    "HTTPS_PROXY": "http://127.0.0.1:9",  # where nothing listens
-}
 
 pytestmark = pytest.mark.clients
 
@@ -58,37 +44,9 @@ class Programs:
     def read(self, client: str) -> dict[str, Any]:
         if client not in self._read:
             self.place.caller.prompts.clear()
-            self._read[client] = self._run(client)
+            self._read[client] = run_program(client, self.place.url, self._folder)
             self._read[client]["prompts"] = list(self.place.caller.prompts)
         return self._read[client]
-
-    def _run(self, client: str) -> dict[str, Any]:
-        name, *arguments = client.split()
-        command = self._of_javascript(name) if "_js" in name else self._of_python(name)
-        environment = {"PATH": os.environ["PATH"], "HOME": str(self._folder), **OFFLINE}
-        command = [*command, self.place.url, *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PROGRAM_S, check=False, env=environment)
-        assert done.returncode == 0, done.stderr[-3000:]
-        read: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-        return read
-
-    def _of_python(self, name: str) -> list[str]:
-        python = Path(os.environ.get("COREWRIGHT_CLIENTS_PYTHON") or INSTALLED / "bin" / "python")
-        return [str(self._installed(python)), str(FOLDER / "programs" / f"{name}.py")]
-
-    def _of_javascript(self, name: str) -> list[str]:
-        """Node looks for packages beside the program and above it."""
-        packages = Path(os.environ.get("COREWRIGHT_CLIENTS_NODE_MODULES") or INSTALLED / "node_modules")
-        link, program = self._folder / "node_modules", self._folder / f"{name}.mjs"
-        if not link.exists():
-            link.symlink_to(self._installed(packages), target_is_directory=True)
-        shutil.copyfile(FOLDER / "programs" / program.name, program)
-        return ["node", str(program)]
-
-    def _installed(self, path: Path) -> Path:
-        if not path.exists():
-            pytest.skip(f"{path} does not exist: make clients installs it")
-        return path
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import workers
@@ -39,9 +39,13 @@ def save_tools_tokenizer(folder: Path, mark: str) -> Tokenizer:
 
 
 class ScriptedEngine:
-    """Answers every prompt with ``says`` and then ends; it remembers the prompts."""
+    """Answers every prompt with ``says``, or what it returns for the prompt, and ends; it remembers the prompts."""
 
-    def __init__(self, tokenizer: Tokenizer, says: str = "", *, slots: int = 4, max_len: int = 4096) -> None:
+    says: str | Callable[[str], str]
+
+    def __init__(
+        self, tokenizer: Tokenizer, says: str | Callable[[str], str] = "", *, slots: int = 4, max_len: int = 4096
+    ) -> None:
         self.says = says
         self.prompts: list[str] = []
         self._tokenizer = tokenizer
@@ -61,8 +65,10 @@ class ScriptedEngine:
 
     def prefill(self, slots: Sequence[int], prompts: Sequence[Sequence[int]]) -> list[int]:
         for slot, prompt in zip(slots, prompts, strict=True):
-            self.prompts.append(self._tokenizer.decode(prompt))
-            self._rest[slot] = [*self._tokenizer.encode(self.says, add_special_tokens=False), EOS_ID]
+            text = self._tokenizer.decode(prompt)
+            self.prompts.append(text)
+            says = self.says if isinstance(self.says, str) else self.says(text)
+            self._rest[slot] = [*self._tokenizer.encode(says, add_special_tokens=False), EOS_ID]
         return [self._rest[slot].pop(0) for slot in slots]
 
     def decode(self, slots: Sequence[int], tokens: Sequence[int], positions: Sequence[int]) -> list[int]:

@@ -39,7 +39,10 @@ SIGNATURE = "Y29yZXdyaWdodA=="  # of all thinking: it is not checked, but client
 
 def error_body(error: ApiError, request_id: str) -> dict[str, Any]:
     """Returns the JSON value of an error; its type depends on the status alone."""
-    described = {"type": _TYPES.get(error.status, "invalid_request_error"), "message": error.message}
+    described = {
+        "type": _TYPES.get(error.status, "invalid_request_error"),
+        "message": error.in_messages or error.message,
+    }
     return {"type": "error", "error": described, "request_id": request_id}
 
 

@@ -162,7 +162,7 @@ def _check_calling(request: ChatRequest) -> None:
     for old, new in (("functions", "tools"), ("function_call", "tool_choice")):
         if getattr(request, old) not in (None, []):
             raise invalid(f"{old} is not supported; send {new}", param=old, code="unsupported_parameter")
-    if request.tool_choice not in (None, "none") and not request.tools:
+    if request.tool_choice not in (None, "none", "auto") and not request.tools:
         if request.ignored_tools and isinstance(request.tool_choice, NamedTool):
             request.tool(request.tool_choice.function.name)
         if not request.ignored_tools or request.tool_choice == "required":

@@ -38,6 +38,7 @@ class ApiError(Exception):
         self.retry_after_s = retry_after_s
         self.allow = allow  # the methods of the route
         self.decision: bytes | None = None  # the value of `x-corewright-decision`, if the client requested it
+        self.in_messages: str | None = None  # the message in the words of Anthropic's API, where clients read it
 
     def body(self) -> dict[str, Any]:
         """Returns the JSON value, `{"error": {...}}`."""
@@ -62,7 +63,7 @@ class ApiError(Exception):
             retry_after_s=self.retry_after_s,
             allow=self.allow,
         )
-        error.decision = decision
+        error.decision, error.in_messages = decision, self.in_messages
         return error
 
     def headers(self) -> dict[str, str]:
@@ -133,7 +134,10 @@ def too_long(
             f"({prompt} in the prompt, {max_tokens} to generate)."
         )
     wrong_param = param if max_tokens is None or prompt > max_prompt or not exact else "max_tokens"
-    return ApiError(400, message, param=wrong_param, code="context_length_exceeded")
+    error = ApiError(400, message, param=wrong_param, code="context_length_exceeded")
+    least, most = prompt if exact else prompt + 1, min(max_prompt, max_len - 1)
+    error.in_messages = f"prompt is too long: {least} tokens > {most} maximum"  # Claude Code then compacts the chat
+    return error
 
 
 def rejected_by_server(status: int, message: str) -> ApiError:

@@ -209,7 +209,7 @@ def test_a_forced_call_works_with_any_model(place: Place, choice: str, stream: b
 REFUSALS: list[tuple[str, dict[str, Any], str | None, str, str]] = [
     ("echo", {"tools": TOOLS}, "tools_not_supported", "tools", "does not support tools"),
     ("echo", {"tools": TOOLS, "tool_choice": "required"}, "tools_not_supported", "tools", "does not support tools"),
-    ("hermes", {"tool_choice": "auto"}, None, "tool_choice", "tool_choice requires tools"),
+    ("hermes", {"tool_choice": "required"}, None, "tool_choice", "tool_choice requires tools"),
     (
         "hermes",
         {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}},

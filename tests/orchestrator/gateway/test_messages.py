@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -296,6 +297,13 @@ def test_an_unsupported_field_is_named_in_anthropics_error(place: Place, fields:
     assert (response.status_code, error.error.type) == (400, "invalid_request_error")
     assert says in error.error.message
     assert error.request_id == response.headers["request-id"]
+
+
+def test_a_prompt_that_is_too_long_is_refused_in_anthropics_words(place: Place) -> None:
+    """Clients read the numbers: Claude Code compacts the chat."""
+    message = place.ask(messages=[{"role": "user", "content": "x" * 4200}]).json()["error"]["message"]
+
+    assert re.match(r"prompt is too long: 4\d\d\d tokens > 4095 maximum", message), message
 
 
 def test_an_unknown_model_is_not_found(place: Place) -> None:

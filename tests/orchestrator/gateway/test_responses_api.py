@@ -114,6 +114,11 @@ def test_what_only_other_servers_run_does_not_reach_the_model(place: Place) -> N
     assert place.engine.prompts[-1].removeprefix("<|bos|>") == turns
 
 
+def test_a_choice_that_demands_no_call_needs_no_tools(place: Place) -> None:
+    """Codex sends it when it compacts a history."""
+    assert ask(place, tools=[], tool_choice="auto").json()["status"] == "completed"
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
