@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from workers.batching.penalties import changes_choice
@@ -10,6 +10,9 @@ from workers.batching.sampling import Sampling, check_device_sampling, check_sam
 from workers.messages.engine_protocol import EngineSpec
 from workers.messages.requests import GUIDE, FinishReason, GenerateRequest, InvalidField, TokenEvent, TokenLogprobs
 from workers.text.detokenizer import AnswerText
+
+SCORING = "the engine cpu does, and the engine vllm where it runs on CPUs"
+PROMPT_TOKENS = 64  # whose logprobs are in one event, at up to 2 KB each
 
 
 @dataclass(eq=False)
@@ -25,6 +28,7 @@ class AcceptedRequest:
     token_before_last: int = -1
     ids: list[int] = field(default_factory=list)  # of the answer
     start: int = 0  # prompt tokens that the slot already holds before the prefill
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # not sent yet
 
     @property
     def last_two(self) -> tuple[int, int]:
@@ -58,6 +62,8 @@ class AcceptedRequest:
             if self.sampler.guide is not None and self.sampler.guide.error is not None:  # the client's schema
                 return self.end(FinishReason.INVALID, self.sampler.error, GUIDE)
             return self.end(FinishReason.ERROR, self.sampler.error)
+        if not request.max_tokens:
+            return self.end(FinishReason.LENGTH)
         self.token_before_last = self.last_token if self.produced else request.prompt_ids[-1]
         self.produced += 1
         self.last_token = token
@@ -76,6 +82,12 @@ class AcceptedRequest:
             finish=finish,
             stop="" if finish is None else self.answer.stop,
         )
+
+    def take_prompt_logprobs(self) -> Iterator[TokenEvent]:
+        """Yields the events with the logprobs of the prompt."""
+        scored, self.prompt_logprobs = self.prompt_logprobs, []
+        for begin in range(0, len(scored), PROMPT_TOKENS):
+            yield TokenEvent(id=self.request.id, prompt_logprobs=scored[begin : begin + PROMPT_TOKENS])
 
     def advance_all(self, tokens: Sequence[int | None]) -> TokenEvent:
         """Like ``advance``, for as many of ``tokens`` as the answer takes; returns one event for all."""
@@ -114,8 +126,10 @@ def check_request(request: GenerateRequest, spec: EngineSpec) -> None:
     length = len(request.prompt_ids)
     if not length:
         raise ValueError("the prompt is empty")
-    if request.max_tokens < 1:
-        raise InvalidField("max_tokens", f"max_tokens must be at least 1, not {request.max_tokens}")
+    if request.max_tokens < 0:
+        raise InvalidField("max_tokens", f"max_tokens must be at least 0, not {request.max_tokens}")
+    if request.prompt_logprobs is not None and not spec.scores_prompts:
+        raise InvalidField("prompt_logprobs", f"this replica does not compute the logits of prompts; {SCORING}")
     if min(request.prompt_ids) < 0 or max(request.prompt_ids) >= spec.vocab_size:
         raise ValueError(f"the prompt has ids outside the vocabulary of {spec.vocab_size}")
     if length > spec.prefill_buckets[-1]:

@@ -181,7 +181,9 @@ class Batcher(StepLoop[AcceptedRequest, list[tuple[int, AcceptedRequest]]]):
         return count * smallest_bucket(buckets, prompt) <= buckets[-1]
 
     def _run_engine(self, rows: list[tuple[int, AcceptedRequest]]) -> list[TokenEvent]:
-        """Steps 2 and 3: call the engine once for ``rows``. Returns an event for each."""
+        """Steps 2 and 3: call the engine for ``rows``.
+
+        Returns an event for each, after those with the logprobs of its prompt."""
         is_prefill = self._prefilling > 0
         slots, members = [slot for slot, _ in rows], [accepted for _, accepted in rows]
         if is_prefill:
@@ -201,4 +203,10 @@ class Batcher(StepLoop[AcceptedRequest, list[tuple[int, AcceptedRequest]]]):
             self._tokens += sum(len(event.token_ids) for event in events)
             self._prefilling = 0
             self._step_started_at = None
+        if is_prefill:
+            events = [
+                part
+                for accepted, event in zip(members, events, strict=True)
+                for part in (*accepted.take_prompt_logprobs(), event)
+            ]
         return events

@@ -7,8 +7,15 @@ from typing import Any, cast
 
 from workers.batching import sampling
 from workers.batching.accepted_request import AcceptedRequest
-from workers.batching.logprobs import token_logprobs
-from workers.messages.engine_protocol import DraftingEngine, GenerateEngine, PrefixEngine, RunEngine, SamplingEngine
+from workers.batching.logprobs import first_of_prompt, prompt_logprobs, token_logprobs
+from workers.messages.engine_protocol import (
+    DraftingEngine,
+    GenerateEngine,
+    PrefixEngine,
+    RunEngine,
+    SamplingEngine,
+    ScoringEngine,
+)
 from workers.messages.requests import TokenEvent, TokenLogprobs
 
 
@@ -51,6 +58,16 @@ class EngineSteps:
     def prefill(self, slots: Sequence[int], rows: Rows, copies: list[tuple[int, int, int]]) -> list[TokenEvent]:
         """Processes the prompts, from where each slot's reusable prefix ends. Makes the ``copies`` before, and clears
         them."""
+        scored = [index for index, row in enumerate(rows) if row.request.prompt_logprobs is not None]
+        if scored:
+            others = [index for index in range(len(rows)) if index not in scored]
+            events: dict[int, TokenEvent] = {}
+            if others:  # first, for the copies: a slot that is copied from may be one of ``scored``
+                made = self.prefill([slots[index] for index in others], [rows[index] for index in others], copies)
+                events.update(zip(others, made, strict=True))
+            made = self._score([slots[index] for index in scored], [rows[index] for index in scored])
+            events.update(zip(scored, made, strict=True))
+            return [events[index] for index in range(len(rows))]
         if self._sampling is not None:
             max_ids = self._spec.device_top_k
             self._sampling.sample_by(slots, [sampling.on_device(row.request, max_ids) for row in rows])
@@ -62,6 +79,18 @@ class EngineSteps:
             self._prefixes.copy_prefix(source, slot, count)
         copies.clear()
         return self._advanced(rows, self._prefixes.prefill_from(slots, prompts, starts))
+
+    def _score(self, slots: Sequence[int], rows: Rows) -> list[TokenEvent]:
+        """Processes whole prompts, and keeps the logprobs of their tokens in ``rows``."""
+
+        def read(index: int, ids: Sequence[int], logits: Any) -> None:
+            row = rows[index]
+            row.prompt_logprobs += prompt_logprobs(logits, ids, row.request.prompt_logprobs or 0, self._token_bytes)
+
+        for row in rows:
+            row.prompt_logprobs.append(first_of_prompt(row.request.prompt_ids[0], self._token_bytes))
+        prompts = [row.request.prompt_ids for row in rows]
+        return self._advanced(rows, cast(ScoringEngine, self._engine).score(slots, prompts, read))
 
     def decode(self, slots: Sequence[int], rows: Rows) -> list[TokenEvent]:
         output = self._engine.decode(slots, [row.last_token for row in rows], [row.position for row in rows])

@@ -139,7 +139,7 @@ class Reply(ClientReply, eq=False):
         if self._note.stream:
             self._write(ticket, now)
             return
-        if ticket.request.logprobs is not None:
+        if ticket.request.logprobs is not None or ticket.request.prompt_logprobs is not None:
             self._answer.add_logprobs(self._choices[ticket], stream.events, ticket.retries)
         if not self._open:
             self._write_whole(ticket, now)

@@ -139,6 +139,7 @@ CAPABILITIES = VllmCapabilities(
     quantize_kv=("fp8",),
     drafts=("draft_model", "eagle", "eagle3"),
     serves_adapters=True,
+    scores_prompts=True,
     launches=True,
 )
 """``weights`` and ``ropes`` are those of the plugin "vLLM Neuron": its features guide (quantization), and its code

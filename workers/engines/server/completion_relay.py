@@ -36,7 +36,7 @@ from workers.engines.server.forwarded_answer import EventReader, ForwardedReques
 from workers.engines.server.server_metrics import ServerMetrics, TokenProgress
 from workers.engines.server.server_process import CompletionServer
 from workers.messages.engine_protocol import EngineLoadError, EngineSpec
-from workers.messages.requests import AnswerPart, FinishReason, GenerateRequest, TokenEvent
+from workers.messages.requests import AnswerPart, FinishReason, GenerateRequest, TokenEvent, TokenLogprobs
 from workers.messages.status import ServerLoad
 from workers.text.detokenizer import AnswerText
 from workers.text.tokenizer import Tokenizer
@@ -355,7 +355,9 @@ class CompletionRelay:
     async def _relay(self, live: _Live, accepted: AcceptedRequest, response: aiohttp.ClientResponse) -> None:
         """Emit the tokens of an answer."""
         assert self._tokenizer is not None
-        reader = StreamReader(self._tokenizer.token_bytes)
+        request = accepted.request
+        scored = request.prompt_ids if request.prompt_logprobs is not None else ()
+        reader = StreamReader(self._tokenizer.token_bytes, scored)
         async for data in response.content.iter_any():
             for piece in reader.feed(data):
                 self._advance(live, accepted, piece)
@@ -444,9 +446,16 @@ class CompletionRelay:
             return  # ended; the rest is read so that the connection can be used again
         self._count(len(piece.token_ids))
         live.begun = live.begun or bool(piece.token_ids)
+        if piece.prompt_logprobs:
+            accepted.prompt_logprobs = _cut(piece.prompt_logprobs, accepted.request.prompt_logprobs)
+            for part in accepted.take_prompt_logprobs():
+                self._queue(part)
         event = accepted.advance_all(piece.token_ids) if piece.token_ids else TokenEvent(id=accepted.request.id)
-        if piece.logprobs:
-            event = msgspec.structs.replace(event, logprobs=piece.logprobs[: len(event.token_ids)])
+        if piece.logprobs and (count := accepted.request.logprobs) is not None:
+            own = piece.logprobs[: len(event.token_ids)]
+            if accepted.request.prompt_logprobs is not None:
+                own = _cut(own, count)
+            event = msgspec.structs.replace(event, logprobs=own)
         if event.finish is None and piece.finish is not None:
             event = self._ended_by_server(accepted, event, piece.finish)
         if event.finish is not None:
@@ -492,6 +501,11 @@ class CompletionRelay:
                 connector=connector, timeout=aiohttp.ClientTimeout(total=None), auto_decompress=False, headers=headers
             )
         return self._session
+
+
+def _cut(items: list[TokenLogprobs], count: int | None) -> list[TokenLogprobs]:
+    """Keeps ``count`` alternatives of each: the server gives as many as prompt or answer needs at most."""
+    return [msgspec.structs.replace(item, top=item.top[: count or 0]) for item in items]
 
 
 def _no_adapter(name: str) -> str:

@@ -9,7 +9,7 @@ Pure. The facts about vLLM's server are of 0.11 to 0.32, measured or read:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -40,6 +40,7 @@ class Piece(msgspec.Struct, frozen=True):
     token_ids: list[int]
     logprobs: list[TokenLogprobs]
     finish: str | None
+    prompt_logprobs: list[TokenLogprobs] = []
 
 
 class _Logprobs(msgspec.Struct):
@@ -75,7 +76,7 @@ def completion_body(
         "stream": True,
         "return_token_ids": True,
         "n": 1,
-        "max_tokens": request.max_tokens,
+        "max_tokens": max(1, request.max_tokens),  # 0 is only allowed with `echo`, and generates a token as well
         "min_tokens": request.min_tokens,
         "temperature": request.temperature,
         "top_p": request.top_p,
@@ -93,9 +94,12 @@ def completion_body(
         body["logit_bias"] = {str(id): bias for id, bias in request.logit_bias.items()}
     if request.seed is not None:
         body["seed"] = request.seed
-    if request.logprobs is not None:
-        body["logprobs"] = request.logprobs
+    counts = [count for count in (request.logprobs, request.prompt_logprobs) if count is not None]
+    if counts:
+        body["logprobs"] = max(counts)
         body["return_tokens_as_token_ids"] = True  # texts of incomplete characters would be equal keys
+    if request.prompt_logprobs is not None:  # the field of that name cannot be streamed
+        body["echo"] = True
     if request.guide is not None:
         schema = msgspec.json.decode(request.guide)
         body |= {"structured_outputs": {"json": schema}} if version >= GUIDED_BY_OUTPUTS else {"guided_json": schema}
@@ -141,8 +145,10 @@ class EventSplitter:
 class StreamReader:
     """Reads the tokens of a stream, however its bytes arrive."""
 
-    def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
+    def __init__(self, token_bytes: Callable[[int], bytes], prompt: Sequence[int] = ()) -> None:
+        """``prompt``: the tokens whose logprobs come before those of the first token of the answer."""
         self._token_bytes = token_bytes
+        self._prompt = prompt
         self._events = EventSplitter()
 
     def feed(self, data: bytes) -> Iterator[Piece]:
@@ -159,9 +165,14 @@ class StreamReader:
                 raise ServerError(message, BAD_GATEWAY) from None
 
     def _piece(self, choice: _StreamedChoice) -> Piece:
-        ids = choice.token_ids or []
-        logprobs = [] if choice.logprobs is None else list(self._logprobs(ids, choice.logprobs))
-        return Piece(ids, logprobs, choice.finish_reason)
+        ids, prompt = choice.token_ids or [], self._prompt
+        if choice.logprobs is None:
+            return Piece(ids, [], choice.finish_reason)
+        self._prompt = ()
+        items = list(self._logprobs([*prompt, *ids], choice.logprobs))
+        if prompt:
+            items[0] = msgspec.structs.replace(items[0], logprob=None)
+        return Piece(ids, items[len(prompt) :], choice.finish_reason, items[: len(prompt)])
 
     def _logprobs(self, ids: list[int], answer: _Logprobs) -> Iterator[TokenLogprobs]:
         tops = answer.top_logprobs or [None] * len(ids)

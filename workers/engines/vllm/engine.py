@@ -323,6 +323,7 @@ def start_vllm(config: ReplicaConfig, held: Iterable[int] = ()) -> CompletionSer
         returns="tokens" if samples else "logits",
         device_top_k=DEVICE_TOP_K if samples else 0,
         prefix_block=_prefix_block(config, address),
+        scores_prompts=installed.plugin == "cpu",  # those for Neuron devices return no logits of prompts
     )
     return CompletionServer(
         address,
