@@ -73,22 +73,26 @@ class Programs:
         return read
 
     def _of_python(self, name: str) -> list[str]:
-        python = Path(os.environ.get("COREWRIGHT_CLIENTS_PYTHON") or INSTALLED / "bin" / "python")
-        return [str(self._installed(python)), str(FOLDER / "programs" / f"{name}.py")]
+        return [str(installed_python()), str(FOLDER / "programs" / f"{name}.py")]
 
     def _of_javascript(self, name: str) -> list[str]:
         """Node looks for packages beside the program and above it."""
         packages = Path(os.environ.get("COREWRIGHT_CLIENTS_NODE_MODULES") or INSTALLED / "node_modules")
         link, program = self._folder / "node_modules", self._folder / f"{name}.mjs"
         if not link.exists():
-            link.symlink_to(self._installed(packages), target_is_directory=True)
+            link.symlink_to(installed(packages), target_is_directory=True)
         shutil.copyfile(FOLDER / "programs" / program.name, program)
         return ["node", str(program)]
 
-    def _installed(self, path: Path) -> Path:
-        if not path.exists():
-            pytest.skip(f"{path} does not exist: make clients installs it")
-        return path
+
+def installed_python() -> Path:
+    return installed(Path(os.environ.get("COREWRIGHT_CLIENTS_PYTHON") or INSTALLED / "bin" / "python"))
+
+
+def installed(path: Path) -> Path:
+    if not path.exists():
+        pytest.skip(f"{path} does not exist: make clients installs it")
+    return path
 
 
 @pytest.fixture(scope="module")
