@@ -12,7 +12,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
@@ -21,6 +21,7 @@ import msgspec
 import uvloop
 
 from workers.batching.accepted_request import AcceptedRequest, check_request
+from workers.batching.encode_batcher import encoded_events
 from workers.batching.step_loop import BatcherStats, refuse_when_closed
 from workers.engines.server.adapters import LoadedAdapters, UnknownAdapter, change_adapter, largest_rank, served_name
 from workers.engines.server.completion_stream import (
@@ -30,11 +31,14 @@ from workers.engines.server.completion_stream import (
     ServerError,
     StreamReader,
     completion_body,
+    embedding_body,
     error_message,
+    read_embeddings,
 )
 from workers.engines.server.forwarded_answer import EventReader, ForwardedRequest, whole_answer
 from workers.engines.server.server_metrics import ServerMetrics, TokenProgress
 from workers.engines.server.server_process import CompletionServer
+from workers.messages.encoder_protocol import EncodeInput
 from workers.messages.engine_protocol import EngineLoadError, EngineSpec
 from workers.messages.requests import AnswerPart, FinishReason, GenerateRequest, TokenEvent, TokenLogprobs
 from workers.messages.status import ServerLoad
@@ -64,6 +68,7 @@ class _Live:
     adapter: str
     accepted: AcceptedRequest | None = None
     forwarded: ForwardedRequest | None = None
+    inputs: Sequence[EncodeInput] = ()  # to be embedded
     watched: bool = False  # the server should send something: not while a whole answer is generated or the window full
     whole: bool = False  # the server generates an answer that comes in one piece
     unread: int = 0  # bytes of the window
@@ -127,7 +132,9 @@ class CompletionRelay:
         if request.adapter and self._adapters.folder(request.adapter) is None:
             raise ValueError(_no_adapter(request.adapter))
         live = _Live(request.id, request.adapter)
-        if request.forwarded is None:
+        if self.spec.width or request.inputs:
+            live.inputs = self._embeddable(request)
+        elif request.forwarded is None:
             live.accepted = self._accepted(request)
         else:
             live.forwarded = ForwardedRequest(request.forwarded)
@@ -149,6 +156,14 @@ class CompletionRelay:
             ending_ids |= self.spec.eos_token_ids
         stream = self._tokenizer.stream(request.prompt_ids, request.skip_special_tokens)
         return AcceptedRequest(request, AnswerText(stream, request.stop, request.min_tokens), None, ending_ids)
+
+    def _embeddable(self, request: GenerateRequest) -> Sequence[EncodeInput]:
+        """Returns the inputs. Raises ValueError for those that the server cannot embed."""
+        if not request.inputs or not self.spec.width:
+            raise ValueError(f"this model {'does not generate' if self.spec.width else 'gives no embeddings'}")
+        if (longest := max(len(input.ids) for input in request.inputs)) > self.spec.max_len:
+            raise ValueError(f"an input has {longest} tokens, the limit is {self.spec.max_len}")
+        return request.inputs
 
     def taken(self, id: str, count: int) -> None:
         """Continue a forwarded answer after its gateway has read ``count`` bytes of it."""
@@ -336,6 +351,9 @@ class CompletionRelay:
             body = msgspec.json.encode(fields)
         elif forwarded is not None:
             route, body = forwarded.route, forwarded.body_for(model)
+        else:
+            route, body = "/v1/embeddings", msgspec.json.encode(embedding_body(live.inputs, model))
+        began_at = self._clock()
         async with self._open_session().post(
             f"{server.address.url}{route}",
             data=body,
@@ -347,6 +365,8 @@ class CompletionRelay:
                 await self._relay(live, accepted, response)
             elif forwarded is not None:
                 await self._forward(live, forwarded, response)
+            else:
+                self._embedded(live, read_embeddings(await _whole(response), len(live.inputs)), began_at)
 
     async def _change_adapter(self, key: str, folder: str | None) -> None:
         url, name = self._server.address.url, served_name(self._server.model, key)
@@ -365,6 +385,15 @@ class CompletionRelay:
                 return  # by a stop string, which the server does not get
         if live.id in self._live:
             raise ServerError("the server ended its answer without a finish reason", UNAVAILABLE)
+
+    def _embedded(self, live: _Live, data: bytes, began_at: float) -> None:
+        """Emit the vectors. How long their batches took is not known: the server computes several requests together."""
+        self._count(sum(len(input.ids) for input in live.inputs))
+        took_s = self._clock() - began_at
+        *parts, last = encoded_events(live.id, data, took_s, took_s)
+        for part in parts:
+            self._queue(part)
+        self._end(live, last)
 
     async def _forward(self, live: _Live, request: ForwardedRequest, response: aiohttp.ClientResponse) -> None:
         """Emit the parts of an answer."""

@@ -1,4 +1,4 @@
-"""Requests to a server's ``/v1/completions`` with token ids, and the events of its streamed answers.
+"""Requests to a server's ``/v1/completions`` and ``/v1/embeddings`` with token ids, and what it answers.
 
 Pure. The facts about vLLM's server are of 0.11 to 0.32, measured or read:
 
@@ -9,12 +9,14 @@ Pure. The facts about vLLM's server are of 0.11 to 0.32, measured or read:
 
 from __future__ import annotations
 
+import binascii
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import msgspec
 
 from workers.batching.logprobs import IMPOSSIBLE
+from workers.messages.encoder_protocol import EncodeInput
 from workers.messages.requests import GenerateRequest, TokenLogprobs
 
 GUIDED_BY_OUTPUTS = (0, 12)  # the first vLLM with `structured_outputs`; before, `guided_json`
@@ -106,6 +108,34 @@ def completion_body(
     return body
 
 
+class _Embedding(msgspec.Struct):
+    index: int
+    embedding: str
+
+
+class _Embeddings(msgspec.Struct):
+    data: list[_Embedding]
+
+
+def embedding_body(inputs: Sequence[EncodeInput], model: str) -> dict[str, Any]:
+    """Returns the body of a request to ``/v1/embeddings`` with token ids."""
+    return {"model": model, "input": [input.ids for input in inputs], "encoding_format": "base64"}
+
+
+def read_embeddings(body: bytes, count: int) -> bytes:
+    """Returns the float32 numbers of ``count`` inputs, row by row. Raises ServerError for another answer."""
+    try:
+        rows = {item.index: binascii.a2b_base64(item.embedding) for item in _embeddings.decode(body).data}
+        data = [rows[index] for index in range(count)]
+    except (ValueError, RecursionError, KeyError) as error:
+        raise ServerError(
+            f"the server sent an answer that is not of {count} embeddings: {error}", BAD_GATEWAY
+        ) from None
+    if len(set(map(len, data))) != 1 or not data[0] or len(data[0]) % 4:
+        raise ServerError("the server sent embeddings of different lengths, or not of float32 numbers", BAD_GATEWAY)
+    return b"".join(data)
+
+
 def error_message(body: bytes) -> str:
     """Returns the message of an error response: OpenAI's shape, a bare string, or the text itself."""
     try:
@@ -124,6 +154,9 @@ def error_of(error: Any) -> ServerError:
     """Returns the error of an answer with status 200: its code is the status, if it can be one."""
     code = error.get("code") if isinstance(error, dict) else None
     return ServerError(message_of(error), code if isinstance(code, int) and 400 <= code < 600 else 500)
+
+
+_embeddings = msgspec.json.Decoder(_Embeddings)
 
 
 class EventSplitter:
