@@ -54,7 +54,7 @@ def scores(tmp_path_factory: pytest.TempPathFactory) -> tuple[Scores, Scores]:
     try:
         for block in (block for block in blocks(PAGE) if block.language == "bash"):
             line = block.text.replace(f"{DEMO.relative_to(ROOT)}", str(DEMO)).replace(
-                "http://127.0.0.1:8000", place.url
+                "http://127.0.0.1:8080", place.url
             )
             command = shlex.split(line.replace("--include_path tasks", "--include_path ."))
             assert command.pop(0) == "lm_eval"
