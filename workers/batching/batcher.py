@@ -13,6 +13,7 @@ from workers.batching.accepted_request import AcceptedRequest, check_request
 from workers.batching.buckets import smallest_bucket
 from workers.batching.engine_steps import steps_of
 from workers.batching.guidance import Guides
+from workers.batching.logprobs import first_of_prompt
 from workers.batching.sampling import start_sampling
 from workers.batching.slots import RequestSlots
 from workers.batching.step_loop import BatcherStats, StepLoop
@@ -34,6 +35,8 @@ class Batcher(StepLoop[AcceptedRequest, list[tuple[int, AcceptedRequest]]]):
     2. When a slot is free and a request waits, the step is a prefill, except that (2a) right after a prefill every
        live request first gets a decode, so that a queue of prompts slows live requests down but never stops them; and
        (2b) an engine that is not continuous admits only when no slot is live.
+       A prompt whose logprobs are requested is prefilled whole, as long as the engine scores prompts; else only its
+       first token is, and each decode scores the next one, which returns the logits of every position on any engine.
        Requests join in the order of their arrival: as many as there are free slots, while (2c) the padded prompts
        together are no longer than the longest possible prompt, so that no prefill stalls the live requests for longer
        than that one would (tokens that a slot already holds do not count); or (2d) where the engine is not
@@ -111,12 +114,17 @@ class Batcher(StepLoop[AcceptedRequest, list[tuple[int, AcceptedRequest]]]):
         elif not request.ignore_eos:
             ending_ids |= self._spec.eos_token_ids
         stream = self._tokenizer.stream(request.prompt_ids, request.skip_special_tokens)
-        return AcceptedRequest(
+        accepted = AcceptedRequest(
             request,
             AnswerText(stream, request.stop, request.min_tokens),
             start_sampling(request, ending_ids, guide) if self._spec.returns == "logits" else None,
             ending_ids,
         )
+        if request.prompt_logprobs is not None:
+            accepted.prompt_logprobs.append(first_of_prompt(request.prompt_ids[0], self._tokenizer.token_bytes))
+            if not self._spec.scores_prompts:
+                accepted.read = 1
+        return accepted
 
     @property
     def _live_count(self) -> int:
@@ -167,7 +175,8 @@ class Batcher(StepLoop[AcceptedRequest, list[tuple[int, AcceptedRequest]]]):
         while self._waiting and self._slots.free_count:
             accepted = self._waiting[0]
             request, reuse = accepted.request, self._slots.place(accepted)
-            prompt, answer = max(prompt, len(request.prompt_ids) - accepted.start), max(answer, request.max_tokens)
+            scored = len(request.prompt_ids) - accepted.read  # in steps of their own
+            prompt, answer = max(prompt, accepted.read - accepted.start), max(answer, scored + request.max_tokens)
             if joining and not self._join_fits(len(joining) + 1, prompt, answer):
                 break
             joining.append((self._slots.join(accepted, reuse), self._waiting.popleft()))
@@ -203,10 +212,7 @@ class Batcher(StepLoop[AcceptedRequest, list[tuple[int, AcceptedRequest]]]):
             self._tokens += sum(len(event.token_ids) for event in events)
             self._prefilling = 0
             self._step_started_at = None
-        if is_prefill:
-            events = [
-                part
-                for accepted, event in zip(members, events, strict=True)
-                for part in (*accepted.take_prompt_logprobs(), event)
-            ]
+        if is_prefill or self._engine_steps.scored:
+            self._engine_steps.scored = False
+            events = [part for row, event in zip(members, events, strict=True) for part in row.with_prompt(event)]
         return events

@@ -174,9 +174,9 @@ class RequestSlots(Slots[AcceptedRequest]):
         return self.take(accepted, reuse.slot)
 
     def prefilled(self, slot: int, accepted: AcceptedRequest) -> None:
-        """Records that the slot holds the whole prompt."""
+        """Records that the slot holds the prompt, as far as it was processed."""
         if self.prefixes is not None:
-            self.prefixes.hold(slot, accepted.request.prompt_ids)
+            self.prefixes.hold(slot, accepted.request.prompt_ids[: accepted.position])
 
     def leave(self, slot: int, finish: FinishReason) -> None:
         """Frees the slot of a request that has ended. Its content is known unless the request failed."""

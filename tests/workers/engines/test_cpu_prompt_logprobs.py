@@ -16,6 +16,7 @@ from tests.workers.engines.test_cpu_prefix_reuse import SYSTEM, words
 from workers.engines.cpu import engine as cpu_engine
 from workers.engines.cpu import graphs as cpu_graphs
 from workers.engines.cpu.engine import CpuEngine
+from workers.messages.engine_protocol import EngineSpec
 from workers.messages.requests import FinishReason, TokenLogprobs
 
 Checkpoints = Callable[[str], Path]
@@ -34,6 +35,11 @@ def scored(served: Served, id: str) -> list[TokenLogprobs]:
     return [item for event in served.events[id] for item in event.prompt_logprobs]
 
 
+def without_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine does not score prompts."""
+    monkeypatch.setattr(cpu_engine, "EngineSpec", lambda **spec: EngineSpec(**{**spec, "scores_prompts": False}))
+
+
 def check(items: Sequence[TokenLogprobs], prompt: Sequence[int], count: int, right: torch.Tensor) -> None:
     assert [item.id for item in items] == list(prompt)
     assert (items[0].logprob, items[0].top, items[0].rank) == (None, [], None)
@@ -45,12 +51,18 @@ def check(items: Sequence[TokenLogprobs], prompt: Sequence[int], count: int, rig
 
 @pytest.mark.parametrize("family", everyday(FAMILIES, ("llama", "bloom", "mistral-window")))
 @pytest.mark.parametrize(
-    "how", [{}, {"prefill_chunk": 7}, {"prefix_cache": True, "prefill_chunk": 16}, {"compile": True}], ids=str
+    "how",
+    [{}, {"prefill_chunk": 7}, {"prefix_cache": True, "prefill_chunk": 16}, {"compile": True}, {"by_steps": True}],
+    ids=str,
 )
 def test_prompts_have_the_logprobs_of_transformers(
     checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch, family: str, how: dict[str, Any]
 ) -> None:
-    """Beside requests without them: in batches, chunks and buckets, and after another prompt has cached the prefix."""
+    """Beside requests without them: in batches, chunks and buckets, and after another prompt has cached the prefix; and
+    token by token, as on engines whose graphs return the logits of one position."""
+    how = dict(how)
+    if how.pop("by_steps", False):
+        without_scores(monkeypatch)
     monkeypatch.setattr(cpu_graphs, "BACKEND", "eager")
     monkeypatch.setattr(cpu_engine, "SCORED_TOKENS", 8)
     torch._dynamo.reset()
@@ -69,13 +81,20 @@ def test_prompts_have_the_logprobs_of_transformers(
         assert scored(served, f"beside {number}") == []
 
 
-def test_max_tokens_0_only_scores_the_prompt(checkpoint: Checkpoints) -> None:
+@pytest.mark.parametrize("by_steps", [False, True])
+def test_max_tokens_0_only_scores_the_prompt(
+    checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch, by_steps: bool
+) -> None:
     """Also one that fills the slot, with a draft."""
+    if by_steps:
+        without_scores(monkeypatch)
     path = checkpoint("llama")
     served = Served(path, draft=CpuEngine(path, slots=4, max_len=MAX_LEN), prefix_cache=True)
     prompt = words(MAX_LEN, 7)
     served.submit("a", prompt, 0, prompt_logprobs=1)
+    served.submit("beside", words(20, 8), 30, ignore_eos=True)
     served.run_out()
 
     check(scored(served, "a"), prompt, 1, by_transformers(Reference(path), prompt))
+    assert served.ids("beside") == Reference(path)(words(20, 8), 30)
     assert (served.ids("a"), served.text("a"), served.finish("a")) == ([], "", FinishReason.LENGTH)

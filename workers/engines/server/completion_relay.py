@@ -20,7 +20,7 @@ import aiohttp
 import msgspec
 import uvloop
 
-from workers.batching.accepted_request import AcceptedRequest, check_request
+from workers.batching.accepted_request import NOT_SCORED, AcceptedRequest, check_request
 from workers.batching.encode_batcher import encoded_events
 from workers.batching.step_loop import BatcherStats, refuse_when_closed
 from workers.engines.server.adapters import LoadedAdapters, UnknownAdapter, change_adapter, largest_rank, served_name
@@ -40,7 +40,14 @@ from workers.engines.server.server_metrics import ServerMetrics, TokenProgress
 from workers.engines.server.server_process import CompletionServer
 from workers.messages.encoder_protocol import EncodeInput
 from workers.messages.engine_protocol import EngineLoadError, EngineSpec
-from workers.messages.requests import AnswerPart, FinishReason, GenerateRequest, TokenEvent, TokenLogprobs
+from workers.messages.requests import (
+    AnswerPart,
+    FinishReason,
+    GenerateRequest,
+    InvalidField,
+    TokenEvent,
+    TokenLogprobs,
+)
 from workers.messages.status import ServerLoad
 from workers.text.detokenizer import AnswerText
 from workers.text.tokenizer import Tokenizer
@@ -149,6 +156,8 @@ class CompletionRelay:
         if self._tokenizer is None:
             raise ValueError("this model's server gets requests in their own form only")
         check_request(request, self.spec)
+        if request.prompt_logprobs is not None and not self.spec.scores_prompts:
+            raise InvalidField("prompt_logprobs", NOT_SCORED)
         if request.no_repeat_ngram_size:
             raise ValueError("this model's engine does not support no_repeat_ngram_size")
         ending_ids = frozenset(request.stop_token_ids)
