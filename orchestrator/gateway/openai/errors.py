@@ -10,6 +10,7 @@ from typing import Any
 
 from orchestrator.dispatch.wait_prediction import retry_after_s
 from placements.engines.registry import ENGINES
+from placements.facts.plural import joined
 
 MAX_MESSAGE_CHARACTERS = 1000  # a message may quote the client's input, which may be megabytes
 MAX_PARAM_CHARACTERS = 200
@@ -158,7 +159,7 @@ def other_kind(name: str, kind: str, route: str) -> ApiError:
 
 def prompts_not_scored(name: str, engine: str, field: str) -> ApiError:
     """The model's engine does not compute the logits of prompts."""
-    able = " or ".join(name for name, engine in ENGINES.items() if engine.scores_prompts)
+    able = joined([name for name, engine in ENGINES.items() if engine.scores_prompts], "or")
     message = (
         f"The engine {engine} of the model {name!r} does not compute the logprobs of prompts, which {field} requests; "
         f"send the request to a model with the engine {able}."
