@@ -104,6 +104,7 @@ clients: venv $(if $(COREWRIGHT_CLIENTS_PYTHON),,.venv-clients/.installed)
 
 .venv-clients/.installed: tests/clients/requirements.txt tests/clients/package.json
 	$(PYTHON) -m venv .venv-clients
+	.venv-clients/bin/pip install --disable-pip-version-check $(if $(TORCH_INDEX_URL),--index-url '$(TORCH_INDEX_URL)') torch==2.13.0
 	.venv-clients/bin/pip install --disable-pip-version-check -r tests/clients/requirements.txt
 	cp tests/clients/package.json .venv-clients/
 	cd .venv-clients && npm install --no-package-lock --no-audit --no-fund

@@ -197,6 +197,9 @@ class Generation:
         limits = queue.links.limits.within(self._settings.max_prompt_tokens)
         most = default_tokens(body, queue.routes.defaults(body.model))
         requests = requests_for(body, prompts[0], limits, most, ids, is_read=prompts[2] is not None)
+        if requests[0].prompt_logprobs is not None and not queue.routes.scores_prompts:
+            field = "echo" if body.prompt_logprobs is None else "prompt_logprobs"
+            raise errors.prompts_not_scored(body.model, queue.routes.engine, field)
         adapter = queue.names.adapter(body.model)
         return [msgspec.structs.replace(request, adapter=adapter) for request in requests] if adapter else requests
 

@@ -97,6 +97,11 @@ class ModelRoutes(msgspec.Struct, frozen=True, kw_only=True):
         return capabilities(self.engine).forwards
 
     @property
+    def scores_prompts(self) -> bool:
+        """Its engine gives the logprobs of prompts."""
+        return capabilities(self.engine).scores_prompts
+
+    @property
     def reads_parts(self) -> bool:
         """Its replicas also get bodies with parts that are not text, such as images."""
         return self.engine in SERVER_ENGINES

@@ -265,18 +265,19 @@ def engine_serves_the_kind(case: Case) -> Iterator[Problem]:
     if case.family in EMBEDDING_DECODERS:
         if engine.why_no_encoder:
             fact += f": {engine.why_no_encoder}"
-        hint = "only cpu embeds with a decoder, and it is slow"
-        if case.works(engine="cpu"):
-            hint = "use engine: cpu, which is slow: no other engine embeds with a decoder"
+        hint = "only vllm and cpu embed with a decoder, and cpu is slow"
+        able = [each for each in encoders if ENGINES[each].reads_checkpoint and case.works("kind", engine=each)]
+        if able:
+            hint = f"use engine: {joined(able, 'or')}" + (", which is slow" if HOST_ENGINES.issuperset(able) else "")
     if engine.runs_on == "server":
         hint += "; or engine: server without kind, which forwards requests to its own /v1/embeddings"
     yield case.problem("kind-unsupported", ("kind",), fact, hint)
 
 
 def encoders_use_one_core(case: Case) -> Iterator[Problem]:
-    """A replica of an encoder is not divided among cores."""
+    """A replica of an encoder is not divided among cores, except by a server."""
     model = case.model
-    if model.kind != "generate" and model.tp_degree != 1:
+    if model.kind != "generate" and model.tp_degree != 1 and capabilities(case.engine).runs_on != "server":
         fact = f"tp_degree {model.tp_degree} is not supported for kind {model.kind}: a replica uses one core"
         yield case.problem("setting-unsupported", ("tp_degree",), fact, "remove it, and set replicas")
 

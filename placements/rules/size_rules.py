@@ -99,7 +99,8 @@ def _ways_to_fit(case: Case, types: Sequence[Topology]) -> Iterator[str]:
         total = needs(buckets=lengths).total
         yield f"one length needs {total:.2f} GiB: buckets: {{prefill: [{lengths.prefill[0]}]}}"
         return
-    for tp in degrees_of(case.fleet.types) if model.kind == "generate" else ():
+    divided = model.kind == "generate" or capabilities(case.engine).runs_on == "server"
+    for tp in degrees_of(case.fleet.types) if divided else ():
         larger = needs(tp_degree=tp)
         divides = tp > model.tp_degree and checkpoint.heads % tp == 0
         has_room = any(fits(larger, topology) for topology in case.fleet.types if has_tp(topology, tp))

@@ -55,9 +55,12 @@ def run_program(client: str, url: str, home: Path) -> dict[str, Any]:
     return read
 
 
+def installed_python() -> Path:
+    return _installed(Path(os.environ.get("COREWRIGHT_CLIENTS_PYTHON") or INSTALLED / "bin" / "python"))
+
+
 def _of_python(name: str) -> list[str]:
-    python = Path(os.environ.get("COREWRIGHT_CLIENTS_PYTHON") or INSTALLED / "bin" / "python")
-    return [str(_installed(python)), str(FOLDER / "programs" / f"{name}.py")]
+    return [str(installed_python()), str(FOLDER / "programs" / f"{name}.py")]
 
 
 def _of_javascript(name: str, home: Path) -> list[str]:

@@ -15,7 +15,9 @@ before the prompt; as in vLLM, one without modules is an error.
 from __future__ import annotations
 
 import argparse
+import array
 import asyncio
+import base64
 import contextlib
 import json
 import os
@@ -140,10 +142,12 @@ class Server:
         self._names: list[str] = options.served_model_name
         self._max_len: int = options.max_model_len
         self._vocab_size: int = json.loads((self._model / "config.json").read_text())["vocab_size"]
-        eos = json.loads((self._model / "generation_config.json").read_text())["eos_token_id"]
+        generation = self._model / "generation_config.json"
+        eos = json.loads(generation.read_text())["eos_token_id"] if generation.exists() else []
         self._eos: list[int] = eos if isinstance(eos, list) else [eos]
         self._most: int = options.max_num_queued_reqs or sys.maxsize
         self._slots = asyncio.Semaphore(options.max_num_seqs)
+        self._pools = options.runner == "pooling"
         self._requests = self._running = 0
         self._max_rank: int = options.max_lora_rank if options.enable_lora else 0
         self._adapters = {name: Path(at) for name, _, at in (text.partition("=") for text in options.lora_modules)}
@@ -163,11 +167,29 @@ class Server:
                 web.get("/version", lambda _: _json({"version": VERSION})),
                 web.get("/v1/models", self._list_models),
                 web.get("/metrics", self._metrics),
-                web.post("/v1/completions", self._complete),
-                web.post("/v1/chat/completions", self._complete),
             ]
         )
+        if self._pools:
+            app.add_routes([web.post("/v1/embeddings", self._embed)])
+        else:
+            app.add_routes([web.post(f"/v1/{name}", self._complete) for name in ("completions", "chat/completions")])
         return app
+
+    async def _embed(self, request: web.Request) -> web.Response:
+        """A vector is the number of its tokens, their sum and the last one, over the largest of the three."""
+        body: Body = await request.json()
+        inputs: list[list[int]] = body["input"]
+        if any(not 0 < len(ids) <= self._max_len for ids in inputs):
+            return _refusal(400, "BadRequestError", "the lengths are not possible")
+        data = []
+        for index, ids in enumerate(inputs):
+            row = array.array("f", [number / max(1, *ids, sum(ids)) for number in (len(ids), sum(ids), ids[-1])])
+            data.append({"object": "embedding", "index": index, "embedding": base64.b64encode(row.tobytes()).decode()})
+        count = sum(map(len, inputs))
+        usage = {"prompt_tokens": count, "total_tokens": count, "completion_tokens": 0}
+        return await _json(
+            {"id": "embd-0", "object": "list", "created": 0, "model": body["model"], "data": data[::-1], "usage": usage}
+        )
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.Response(status=503 if self.engine.ended.is_set() else 200)
@@ -458,6 +480,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--max-model-len", type=int, required=True)
     parser.add_argument("--max-num-seqs", type=int, required=True)
     parser.add_argument("--max-num-queued-reqs", type=int)
+    parser.add_argument("--runner", choices=["auto", "generate", "pooling"], default="auto")
     parser.add_argument("--enable-lora", action="store_true")
     parser.add_argument("--lora-modules", nargs="+", default=[])
     for name in ("max-loras", "max-cpu-loras", "max-lora-rank"):

@@ -21,6 +21,7 @@ from placements.rules.checks import check
 from placements.spec.parse import parse
 from placements.spec.problems import in_order, render
 from tests.placements.fleets import GPT2_XL, LAPTOP, LLAMA_2_7B
+from tests.placements.test_encoder_checkpoints import BERT
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 ADAPTERS = {
@@ -34,6 +35,7 @@ ADAPTERS = {
 }
 QWEN3_EMBEDDING = Checkpoint("qwen3", 16, 8, 28, 1024, 3072, 128, 151_669, 32_768, False, 595_776_512)
 CHECKPOINTS = {"./llama-2-7b": LLAMA_2_7B, "./gpt2-xl": GPT2_XL, "./qwen3-embedding": QWEN3_EMBEDDING}
+CHECKPOINTS["./bge"] = Checkpoint.from_config(BERT, "embedding")
 
 
 def specs(folder: str) -> list[Path]:

@@ -134,6 +134,25 @@ def answers(
     ]
 
 
+def scores(engine: Any, source: Path, prompts: Sequence[Sequence[int]]) -> list[list[float | None]]:
+    """The logprobs of the prompts' tokens, beside a request without them. ``engine`` is loaded."""
+    scored: defaultdict[int, list[float | None]] = defaultdict(list)
+
+    def receive(events: list[TokenEvent]) -> None:
+        for event in events:
+            assert event.error is None, event.error
+            scored[int(event.id)] += [item.logprob for item in event.prompt_logprobs]
+
+    batcher = Batcher(engine, load_tokenizer("cpu", str(source)), receive)
+    for number, prompt in enumerate((*prompts, prompts[0])):
+        count = None if number == len(prompts) else 0
+        batcher.submit(GenerateRequest(id=str(number), prompt_ids=list(prompt), max_tokens=2, prompt_logprobs=count))
+    while batcher.step():
+        pass
+    assert scored.pop(len(prompts)) == []
+    return [scored[number] for number in range(len(prompts))]
+
+
 _wished: dict[tuple[str, tuple[ScriptedRequest, ...]], list[tuple[list[int], FinishReason | None]]] = {}
 
 

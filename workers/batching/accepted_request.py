@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from workers.batching.penalties import changes_choice
@@ -10,6 +10,12 @@ from workers.batching.sampling import Sampling, check_device_sampling, check_sam
 from workers.messages.engine_protocol import EngineSpec
 from workers.messages.requests import GUIDE, FinishReason, GenerateRequest, InvalidField, TokenEvent, TokenLogprobs
 from workers.text.detokenizer import AnswerText
+
+NOT_SCORED = (
+    "the logprobs of a prompt need the logits of all its tokens, which this replica does not return: it samples or "
+    "speculates on the device, keeps prefixes in blocks, or is vLLM on Neuron devices; use a model without these"
+)
+PROMPT_TOKENS = 64  # whose logprobs are in one event, at up to 2 KB each
 
 
 @dataclass(eq=False)
@@ -25,6 +31,23 @@ class AcceptedRequest:
     token_before_last: int = -1
     ids: list[int] = field(default_factory=list)  # of the answer
     start: int = 0  # prompt tokens that the slot already holds before the prefill
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # not sent yet
+    read: int = (
+        0  # prompt tokens that the engine has got, or gets next; fewer than all while steps score them one by one
+    )
+
+    def __post_init__(self) -> None:
+        self.read = self.read or len(self.request.prompt_ids)
+
+    @property
+    def scores(self) -> bool:
+        """Returns whether the next logits are those of a token of the prompt."""
+        return self.read < len(self.request.prompt_ids)
+
+    @property
+    def prompt(self) -> Sequence[int]:
+        """The tokens of the prefill."""
+        return self.request.prompt_ids[: self.read] if self.scores else self.request.prompt_ids
 
     @property
     def last_two(self) -> tuple[int, int]:
@@ -35,14 +58,14 @@ class AcceptedRequest:
     def is_plainly_greedy(self) -> bool:
         """Returns whether every token is just the argmax of the logits. Constant for the life of the request."""
         sampler = self.sampler
-        if sampler is None or self.request.logprobs is not None:
+        if sampler is None or self.request.logprobs is not None or self.request.prompt_logprobs is not None:
             return False
         return sampler.generator is None and not (sampler.penalties or sampler.guide or sampler.budget)
 
     @property
     def position(self) -> int:
         """The number of tokens in the slot's KV cache: all but the last, which the next decode writes there."""
-        return len(self.request.prompt_ids) + self.produced - 1
+        return self.read + self.produced - 1
 
     @property
     def is_complete(self) -> bool:
@@ -58,6 +81,12 @@ class AcceptedRequest:
             if self.sampler.guide is not None and self.sampler.guide.error is not None:  # the client's schema
                 return self.end(FinishReason.INVALID, self.sampler.error, GUIDE)
             return self.end(FinishReason.ERROR, self.sampler.error)
+        if self.scores:  # a step that has scored a token of the prompt
+            self.token_before_last, self.last_token = request.prompt_ids[self.read - 1], token
+            self.read += 1
+            return TokenEvent(id=request.id)
+        if not request.max_tokens:
+            return self.end(FinishReason.LENGTH)
         self.token_before_last = self.last_token if self.produced else request.prompt_ids[-1]
         self.produced += 1
         self.last_token = token
@@ -76,6 +105,19 @@ class AcceptedRequest:
             finish=finish,
             stop="" if finish is None else self.answer.stop,
         )
+
+    def with_prompt(self, event: TokenEvent) -> Iterator[TokenEvent]:
+        """Yields the event of a step after those with the logprobs of the prompt, many of them together."""
+        if not self.scores or event.finish is not None or len(self.prompt_logprobs) >= PROMPT_TOKENS:
+            yield from self.take_prompt_logprobs()
+        if event.token_ids or event.finish is not None:
+            yield event
+
+    def take_prompt_logprobs(self) -> Iterator[TokenEvent]:
+        """Yields the events with the logprobs of the prompt."""
+        scored, self.prompt_logprobs = self.prompt_logprobs, []
+        for begin in range(0, len(scored), PROMPT_TOKENS):
+            yield TokenEvent(id=self.request.id, prompt_logprobs=scored[begin : begin + PROMPT_TOKENS])
 
     def advance_all(self, tokens: Sequence[int | None]) -> TokenEvent:
         """Like ``advance``, for as many of ``tokens`` as the answer takes; returns one event for all."""
@@ -114,8 +156,14 @@ def check_request(request: GenerateRequest, spec: EngineSpec) -> None:
     length = len(request.prompt_ids)
     if not length:
         raise ValueError("the prompt is empty")
-    if request.max_tokens < 1:
-        raise InvalidField("max_tokens", f"max_tokens must be at least 1, not {request.max_tokens}")
+    if request.max_tokens < 0:
+        raise InvalidField("max_tokens", f"max_tokens must be at least 0, not {request.max_tokens}")
+    if (
+        request.prompt_logprobs is not None
+        and not spec.scores_prompts
+        and (spec.returns == "tokens" or spec.shares_blocks)
+    ):
+        raise InvalidField("prompt_logprobs", NOT_SCORED)
     if min(request.prompt_ids) < 0 or max(request.prompt_ids) >= spec.vocab_size:
         raise ValueError(f"the prompt has ids outside the vocabulary of {spec.vocab_size}")
     if length > spec.prefill_buckets[-1]:

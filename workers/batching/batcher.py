@@ -13,6 +13,7 @@ from workers.batching.accepted_request import AcceptedRequest, check_request
 from workers.batching.buckets import smallest_bucket
 from workers.batching.engine_steps import steps_of
 from workers.batching.guidance import Guides
+from workers.batching.logprobs import first_of_prompt
 from workers.batching.reasoning_budget import reasoning_marks, start_budget
 from workers.batching.sampling import start_sampling
 from workers.batching.slots import RequestSlots
@@ -35,6 +36,8 @@ class Batcher(StepLoop[AcceptedRequest, list[tuple[int, AcceptedRequest]]]):
     2. When a slot is free and a request waits, the step is a prefill, except that (2a) right after a prefill every
        live request first gets a decode, so that a queue of prompts slows live requests down but never stops them; and
        (2b) an engine that is not continuous admits only when no slot is live.
+       A prompt whose logprobs are requested is prefilled whole, as long as the engine scores prompts; else only its
+       first token is, and each decode scores the next one, which returns the logits of every position on any engine.
        Requests join in the order of their arrival: as many as there are free slots, while (2c) the padded prompts
        together are no longer than the longest possible prompt, so that no prefill stalls the live requests for longer
        than that one would (tokens that a slot already holds do not count); or (2d) where the engine is not
@@ -114,12 +117,17 @@ class Batcher(StepLoop[AcceptedRequest, list[tuple[int, AcceptedRequest]]]):
             ending_ids |= self._spec.eos_token_ids
         budget = start_budget(request, self._reasoning_marks)
         stream = self._tokenizer.stream(request.prompt_ids, request.skip_special_tokens)
-        return AcceptedRequest(
+        accepted = AcceptedRequest(
             request,
             AnswerText(stream, request.stop, request.min_tokens),
             start_sampling(request, ending_ids, guide, budget) if self._spec.returns == "logits" else None,
             ending_ids,
         )
+        if request.prompt_logprobs is not None:
+            accepted.prompt_logprobs.append(first_of_prompt(request.prompt_ids[0], self._tokenizer.token_bytes))
+            if not self._spec.scores_prompts:
+                accepted.read = 1
+        return accepted
 
     @property
     def _live_count(self) -> int:
@@ -170,7 +178,8 @@ class Batcher(StepLoop[AcceptedRequest, list[tuple[int, AcceptedRequest]]]):
         while self._waiting and self._slots.free_count:
             accepted = self._waiting[0]
             request, reuse = accepted.request, self._slots.place(accepted)
-            prompt, answer = max(prompt, len(request.prompt_ids) - accepted.start), max(answer, request.max_tokens)
+            scored = len(request.prompt_ids) - accepted.read  # in steps of their own
+            prompt, answer = max(prompt, accepted.read - accepted.start), max(answer, scored + request.max_tokens)
             if joining and not self._join_fits(len(joining) + 1, prompt, answer):
                 break
             joining.append((self._slots.join(accepted, reuse), self._waiting.popleft()))
@@ -184,7 +193,9 @@ class Batcher(StepLoop[AcceptedRequest, list[tuple[int, AcceptedRequest]]]):
         return count * smallest_bucket(buckets, prompt) <= buckets[-1]
 
     def _run_engine(self, rows: list[tuple[int, AcceptedRequest]]) -> list[TokenEvent]:
-        """Steps 2 and 3: call the engine once for ``rows``. Returns an event for each."""
+        """Steps 2 and 3: call the engine for ``rows``.
+
+        Returns an event for each, after those with the logprobs of its prompt."""
         is_prefill = self._prefilling > 0
         slots, members = [slot for slot, _ in rows], [accepted for _, accepted in rows]
         if is_prefill:
@@ -204,4 +215,7 @@ class Batcher(StepLoop[AcceptedRequest, list[tuple[int, AcceptedRequest]]]):
             self._tokens += sum(len(event.token_ids) for event in events)
             self._prefilling = 0
             self._step_started_at = None
+        if is_prefill or self._engine_steps.scored:
+            self._engine_steps.scored = False
+            events = [part for row, event in zip(members, events, strict=True) for part in row.with_prompt(event)]
         return events

@@ -131,7 +131,13 @@ class EncodeBatcher(StepLoop[_EncodedAnswer, list[WaitingInput]]):
             self._steps += 1
             self._tokens += sum(place.length for place in batch)
             self._step_started_at = None
-        return [event for request, answer in complete for event in _events(request, answer)]
+        return [
+            event
+            for request, answer in complete
+            for event in encoded_events(
+                request, b"".join(row.tobytes() for row in answer.rows), answer.work_s, answer.batches_s
+            )
+        ]
 
     def _end_cancelled(self) -> list[TokenEvent]:
         events = []
@@ -150,11 +156,10 @@ class EncodeBatcher(StepLoop[_EncodedAnswer, list[WaitingInput]]):
         return events
 
 
-def _events(request: str, answer: _EncodedAnswer) -> list[TokenEvent]:
-    """Returns the answer of a request, in parts that fit into frames."""
-    data = b"".join(row.tobytes() for row in answer.rows)
+def encoded_events(request: str, data: bytes, work_s: float, batches_s: float) -> list[TokenEvent]:
+    """Returns the answer of a request, in parts that fit into frames. For the numbers, see `AnswerPart`."""
     *parts, last = [data[start : start + PART_BYTES] for start in range(0, len(data), PART_BYTES)]
-    end = AnswerPart(last, work_s=answer.work_s, batches_s=answer.batches_s)
+    end = AnswerPart(last, work_s=work_s, batches_s=batches_s)
     return [
         *(TokenEvent(id=request, part=AnswerPart(part)) for part in parts),
         TokenEvent(id=request, part=end, finish=FinishReason.STOP),

@@ -7,8 +7,15 @@ from typing import Any, cast
 
 from workers.batching import sampling
 from workers.batching.accepted_request import AcceptedRequest
-from workers.batching.logprobs import token_logprobs
-from workers.messages.engine_protocol import DraftingEngine, GenerateEngine, PrefixEngine, RunEngine, SamplingEngine
+from workers.batching.logprobs import prompt_logprobs, token_logprobs
+from workers.messages.engine_protocol import (
+    DraftingEngine,
+    GenerateEngine,
+    PrefixEngine,
+    RunEngine,
+    SamplingEngine,
+    ScoringEngine,
+)
 from workers.messages.requests import TokenEvent, TokenLogprobs
 
 
@@ -42,6 +49,7 @@ class EngineSteps:
         """``engine`` is loaded. ``token_bytes``: see ``Tokenizer.token_bytes``."""
         self.drafted = 0  # tokens proposed by a draft since the start
         self.accepted = 0  # of these, those that the model agreed with
+        self.scored = False  # a step has scored a token of a prompt; its reader sets it back
         self._engine = engine
         self._spec = engine.spec
         self._token_bytes = token_bytes
@@ -51,10 +59,20 @@ class EngineSteps:
     def prefill(self, slots: Sequence[int], rows: Rows, copies: list[tuple[int, int, int]]) -> list[TokenEvent]:
         """Processes the prompts, from where each slot's reusable prefix ends. Makes the ``copies`` before, and clears
         them."""
+        scored = [index for index, row in enumerate(rows) if row.request.prompt_logprobs is not None]
+        if scored and self._spec.scores_prompts:
+            others = [index for index in range(len(rows)) if index not in scored]
+            events: dict[int, TokenEvent] = {}
+            if others:  # first, for the copies: a slot that is copied from may be one of ``scored``
+                made = self.prefill([slots[index] for index in others], [rows[index] for index in others], copies)
+                events.update(zip(others, made, strict=True))
+            made = self._score([slots[index] for index in scored], [rows[index] for index in scored])
+            events.update(zip(scored, made, strict=True))
+            return [events[index] for index in range(len(rows))]
         if self._sampling is not None:
             max_ids = self._spec.device_top_k
             self._sampling.sample_by(slots, [sampling.on_device(row.request, max_ids) for row in rows])
-        prompts, starts = [row.request.prompt_ids for row in rows], [row.start for row in rows]
+        prompts, starts = [row.prompt for row in rows], [row.start for row in rows]
         if self._prefixes is None or not any(starts):
             return self._advanced(rows, self._engine.prefill(slots, prompts))
         # In the order of admission: a slot that is copied from may be overwritten by a later prefill.
@@ -62,6 +80,16 @@ class EngineSteps:
             self._prefixes.copy_prefix(source, slot, count)
         copies.clear()
         return self._advanced(rows, self._prefixes.prefill_from(slots, prompts, starts))
+
+    def _score(self, slots: Sequence[int], rows: Rows) -> list[TokenEvent]:
+        """Processes whole prompts, and keeps the logprobs of their tokens in ``rows``."""
+
+        def read(index: int, ids: Sequence[int], logits: Any) -> None:
+            row = rows[index]
+            row.prompt_logprobs += prompt_logprobs(logits, ids, row.request.prompt_logprobs or 0, self._token_bytes)
+
+        prompts = [row.request.prompt_ids for row in rows]
+        return self._advanced(rows, cast(ScoringEngine, self._engine).score(slots, prompts, read))
 
     def decode(self, slots: Sequence[int], rows: Rows) -> list[TokenEvent]:
         output = self._engine.decode(slots, [row.last_token for row in rows], [row.position for row in rows])
@@ -74,9 +102,28 @@ class EngineSteps:
         """Returns the next token of each of ``rows``, and its logprobs where requested."""
         if self._spec.returns == "tokens":
             return [(token, None) for token in output]
+        if scored := [index for index, row in enumerate(rows) if row.scores]:
+            return self._with_scored(output, rows, scored)
         tokens = sampling.sample(output, [row.sampler for row in rows if row.sampler is not None])
         counts = [row.request.logprobs for row in rows]
         return list(zip(tokens, token_logprobs(output, tokens, counts, self._token_bytes), strict=True))
+
+    def _with_scored(
+        self, output: Any, rows: Rows, scored: Sequence[int]
+    ) -> Sequence[tuple[int | None, TokenLogprobs | None]]:
+        """Does the same where the logits of the rows ``scored`` are those of the next token of their prompts."""
+        self.scored = True
+        choices: dict[int, tuple[int | None, TokenLogprobs | None]] = {}
+        for index in scored:
+            row = rows[index]
+            token, count = row.request.prompt_ids[row.read], row.request.prompt_logprobs or 0
+            (item,) = prompt_logprobs(output[index : index + 1], [token], count, self._token_bytes)
+            row.prompt_logprobs.append(item)
+            choices[index] = (token, None)
+        others = [index for index in range(len(rows)) if index not in choices]
+        if others:
+            choices.update(zip(others, self._chosen(output[others], [rows[index] for index in others]), strict=True))
+        return [choices[index] for index in range(len(rows))]
 
     def _count(self, guesses: int, runs: Sequence[Sequence[int | None]]) -> None:
         """Counts so many guesses for each of ``runs``. ``accepted`` comes last: it is never seen beyond ``drafted``."""

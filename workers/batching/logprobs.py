@@ -1,9 +1,11 @@
-"""Log probabilities of the chosen tokens and of the most probable alternatives."""
+"""Log probabilities of tokens, chosen or of a prompt, and of the most probable alternatives."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
+
+import msgspec.structs
 
 from workers.messages.requests import TokenLogprobs
 
@@ -35,12 +37,33 @@ def token_logprobs(
         return results
     with torch.inference_mode():
         for row, logprobs in zip(rows, logits[rows].log_softmax(-1), strict=True):
-            token = tokens[row] or 0
-            best = _best(logprobs, min(counts[row] or 0, len(logprobs)))
-            id, logprob, text, raw = _described(token, float(logprobs[token]), token_bytes)
-            top = [_described(alternative, value, token_bytes) for alternative, value in best]
-            results[row] = TokenLogprobs(id, logprob, text, raw, top)
+            results[row] = _scored(logprobs, tokens[row] or 0, counts[row] or 0, token_bytes)
     return results
+
+
+def prompt_logprobs(
+    logits: torch.Tensor, ids: Sequence[int], count: int, token_bytes: Callable[[int], bytes]
+) -> Iterator[TokenLogprobs]:
+    """Yields the logprobs of some tokens of a prompt, and of ``count`` best ids in the place of each. ``logits`` are
+    float32 ``[len(ids), vocab_size]``."""
+    import torch
+
+    with torch.inference_mode():
+        for id, logprobs in zip(ids, logits.log_softmax(-1), strict=True):
+            rank = int((logprobs >= logprobs[id]).sum())
+            yield msgspec.structs.replace(_scored(logprobs, id, count, token_bytes), rank=rank)
+
+
+def first_of_prompt(id: int, token_bytes: Callable[[int], bytes]) -> TokenLogprobs:
+    """Returns the entry of a prompt's first token, which has no logprob."""
+    id, _, text, raw = _described(id, 0.0, token_bytes)
+    return TokenLogprobs(id, None, text, raw, [])
+
+
+def _scored(logprobs: torch.Tensor, token: int, count: int, token_bytes: Callable[[int], bytes]) -> TokenLogprobs:
+    best = _best(logprobs, min(count, len(logprobs)))
+    top = [_described(alternative, value, token_bytes) for alternative, value in best]
+    return TokenLogprobs(*_described(token, float(logprobs[token]), token_bytes), top)
 
 
 def _best(logprobs: torch.Tensor, n: int) -> list[tuple[int, float]]:

@@ -125,6 +125,7 @@ def check_sampling(request: GenerateRequest, vocab_size: int) -> None:
         ("frequency_penalty", request.frequency_penalty, -OPENAI_PENALTY, OPENAI_PENALTY),
         ("min_tokens", request.min_tokens, 0, request.max_tokens),
         ("logprobs", request.logprobs or 0, 0, MAX_LOGPROBS),
+        ("prompt_logprobs", request.prompt_logprobs or 0, 0, MAX_LOGPROBS),
         *((f"logit_bias of {id}", bias, -OPENAI_BIAS, OPENAI_BIAS) for id, bias in request.logit_bias.items()),
     ]
     if not 0 <= request.temperature < float("inf"):

@@ -154,8 +154,11 @@ class RequestSlots(Slots[AcceptedRequest]):
         self.hits = 0  # of these, those found
 
     def place(self, accepted: AcceptedRequest) -> Reuse | None:
-        """Returns the free slot to join and its reusable prefix; None for the lowest slot, without a prefix cache."""
-        reuse = None if self.prefixes is None else self.prefixes.place(accepted.request.prompt_ids, self.free())
+        """Returns the free slot to join and its reusable prefix; None for the lowest slot, without a prefix cache. A
+        prompt whose logprobs are requested reuses nothing: the logits of a reused prefix would be missing."""
+        request = accepted.request
+        ids = request.prompt_ids if request.prompt_logprobs is None else request.prompt_ids[:1]
+        reuse = None if self.prefixes is None else self.prefixes.place(ids, self.free())
         accepted.start = 0 if reuse is None else reuse.count
         return reuse
 
@@ -171,9 +174,9 @@ class RequestSlots(Slots[AcceptedRequest]):
         return self.take(accepted, reuse.slot)
 
     def prefilled(self, slot: int, accepted: AcceptedRequest) -> None:
-        """Records that the slot holds the whole prompt."""
+        """Records that the slot holds the prompt, as far as it was processed."""
         if self.prefixes is not None:
-            self.prefixes.hold(slot, accepted.request.prompt_ids)
+            self.prefixes.hold(slot, accepted.request.prompt_ids[: accepted.position])
 
     def leave(self, slot: int, finish: FinishReason) -> None:
         """Frees the slot of a request that has ended. Its content is known unless the request failed."""

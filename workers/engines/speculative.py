@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, cast
 
 from workers.compiled.host_sets import Buildable
 from workers.engines.engine_setup import check_vocabularies
-from workers.messages.engine_protocol import EngineLoadError, EngineSpec, GenerateEngine, PrefixEngine, VerifyingEngine
+from workers.messages.engine_protocol import (
+    EngineLoadError,
+    EngineSpec,
+    GenerateEngine,
+    PrefixEngine,
+    ScoringEngine,
+    VerifyingEngine,
+)
 
 
 class SpeculativeEngine:
@@ -48,6 +55,15 @@ class SpeculativeEngine:
         """The draft engine processes whole prompts: its KV cache lacks tokens of steps without a draft."""
         self._draft.prefill(slots, prompts)
         return cast(PrefixEngine, self._target).prefill_from(slots, prompts, starts)
+
+    def score(
+        self,
+        slots: Sequence[int],
+        prompts: Sequence[Sequence[int]],
+        read: Callable[[int, Sequence[int], Any], None],
+    ) -> Any:
+        self._draft.prefill(slots, prompts)
+        return cast(ScoringEngine, self._target).score(slots, prompts, read)
 
     def decode(self, slots: Sequence[int], tokens: Sequence[int], positions: Sequence[int]) -> Any:
         return self._target.decode(slots, tokens, positions)

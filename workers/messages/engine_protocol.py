@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -27,6 +27,7 @@ class EngineSpec:
         0  # tokens in a prefix-cache block of a ``PrefixEngine``, ``BlockEngine`` or server; 0: it has none
     )
     shares_blocks: bool = False  # it is a ``BlockEngine``
+    scores_prompts: bool = False  # it is a ``ScoringEngine``, or a server that computes the logprobs of prompts
     width: int = 0  # numbers that an input gives, of an encoder; 0: it generates
     labels: tuple[str, ...] = ()  # of a classification
 
@@ -78,6 +79,20 @@ class VerifyingEngine(GenerateEngine, Protocol):
         last written one of a slot are never read, so a caller takes tokens back by overwriting them.
         ``positions[i] + q`` is at most ``spec.max_len``.
         """
+        ...
+
+
+class ScoringEngine(GenerateEngine, Protocol):
+    """An engine that also returns the logits of the prompt's own tokens. ``spec.returns`` is "logits"."""
+
+    def score(
+        self,
+        slots: Sequence[int],
+        prompts: Sequence[Sequence[int]],
+        read: Callable[[int, Sequence[int], Any], None],
+    ) -> Any:
+        """Like ``prefill``. Calls ``read`` with the row, some of its prompt's tokens, and the float32 logits
+        ``[tokens, vocab_size]`` that predict them; in their order, from the second token of a prompt to its last."""
         ...
 
 

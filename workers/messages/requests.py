@@ -43,7 +43,8 @@ class Forwarded(msgspec.Struct, frozen=True):
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One prompt to be continued, already tokenized and checked against the replica's lengths.
 
-    ``len(prompt_ids) + max_tokens`` must not exceed the engine's ``max_len``, and ``prompt_ids`` is not empty; except
+    ``len(prompt_ids) + max_tokens`` must not exceed the engine's ``max_len``, and ``prompt_ids`` is not empty.
+    ``max_tokens`` 0 only processes the prompt. Both do not hold
     with ``forwarded``, which the server checks itself, and with ``inputs``, which are encoded instead. Then only id,
     max_tokens, adapter and trace are used.
     """
@@ -63,6 +64,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     logit_bias: dict[int, float] = {}
     min_tokens: int = 0
     logprobs: int | None = None  # None: none; n: of each token, and of the n most probable beside it
+    prompt_logprobs: int | None = None  # likewise, of the prompt's tokens; no prefix of it is taken from a cache
     guide: str | None = None  # a JSON schema, as text, that the answer must satisfy
     reasoning_budget: int | None = None  # tokens of reasoning, after which it is ended where the host samples
     stop: list[str] = []
@@ -78,13 +80,14 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """The log probability of one produced token, and of the most probable ones in its place (natural logarithm)."""
+    """The log probability of a token, and of the most probable ones in its place (natural logarithm)."""
 
     id: int
-    logprob: float
+    logprob: float | None  # None: of the first token of a prompt, which nothing predicts
     text: str
     bytes: list[int]  # of the token's own UTF-8, complete or not
     top: list[tuple[int, float, str, list[int]]]  # id, logprob, text, bytes; most probable first
+    rank: int | None = None  # of a prompt's token: how many ids are at least as probable; None: unknown
 
 
 class AnswerPart(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -111,6 +114,7 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     text: str = ""
     token_ids: list[int] = []
     logprobs: list[TokenLogprobs] = []  # one for each of token_ids, where they were requested
+    prompt_logprobs: list[TokenLogprobs] = []  # of the prompt's next tokens, in events before that of the first token
     finish: FinishReason | None = None
     error: str | None = None
     param: str = ""  # the field of the request that is invalid; empty: no single one

@@ -208,7 +208,9 @@ class DataPlane:
                 continue
             if event.finish is not None:
                 del self._active[event.id]
-            if (ready := active.ready(event)) is not None:
+            if event.prompt_logprobs:  # large: a message of its own each, so that no read takes a gateway long
+                self._write(active.connection, [event])
+            elif (ready := active.ready(event)) is not None:
                 by_connection[active.connection].append(ready)
         for connection, own in by_connection.items():
             self._write(connection, own)

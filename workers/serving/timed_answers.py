@@ -108,7 +108,7 @@ def _answer(id: str, sent_at: float, events: Sequence[tuple[float, TokenEvent]])
     return TimedAnswer(
         id=id,
         token_ids=[token for _, event in events for token in event.token_ids],
-        logprobs=[each.logprob for _, event in events for each in event.logprobs],
+        logprobs=[each.logprob for _, event in events for each in event.logprobs if each.logprob is not None],
         at=[at - sent_at for at, event in events if event.token_ids],
         finish="" if last.finish is None else last.finish.value,
         error=last.error or "",

@@ -53,6 +53,18 @@ class AnswerMessage(msgspec.Struct):
     tool_calls: list[AnsweredCall] | UnsetType = UNSET
 
 
+class PromptLogprob(msgspec.Struct):
+    """``rank`` is null where the engine does not count the more probable ids."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""vLLM's: for each token of a prompt, the token and its alternatives by id; null for the first."""
+
+
 class ChatChoice(msgspec.Struct):
     index: int
     message: AnswerMessage
@@ -68,6 +80,7 @@ class TextChoice(msgspec.Struct):
     finish_reason: Literal["stop", "length"]
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class Usage(msgspec.Struct):
@@ -87,6 +100,7 @@ class ChatCompletion(msgspec.Struct):
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class TextCompletion(msgspec.Struct):
@@ -212,6 +226,7 @@ class WrittenLogprobs:
     def __init__(self, attempt: int) -> None:
         self.attempt = attempt  # of its request: a retry discards the earlier answer
         self.events = 0  # encoded so far
+        self.prompt: list[bytes] = []  # the items of vLLM's `prompt_logprobs`
         self._columns: dict[str, list[bytes]] = {}
 
     def add(self, columns: Mapping[str, Any]) -> None:
@@ -234,6 +249,12 @@ class WrittenLogprobs:
             yield b"]"
         yield b"}" if self._columns else b"null"
 
+    def prompt_parts(self) -> tuple[bytes, ...]:
+        """Returns the field with vLLM's ``prompt_logprobs``, in parts."""
+        between = [b","] * (2 * len(self.prompt) - 1)
+        between[::2] = self.prompt
+        return (b',"prompt_logprobs":[', *between, b"]")
+
 
 class Choice(msgspec.Struct, eq=False):
     """One of the answers to a request: its prompt and the state of writing it."""
@@ -243,6 +264,7 @@ class Choice(msgspec.Struct, eq=False):
     echo: str = ""  # the prompt's text, if it is to be repeated
     tokens: int = 0  # generated so far
     offset: int = 0  # characters of token text so far, for text_offset of completions
+    prompt_offset: int = 0  # likewise, of the echoed prompt
     reader: AnswerReader | None = None  # if the answer may have reasoning or tool calls
     new_reader: Callable[[], AnswerReader] | None = None  # makes the reader of a retry
     shows_reasoning: bool = True  # else it is counted, but left out
@@ -385,6 +407,8 @@ class Answer(AnswerWriter, eq=False):
     created: int  # seconds since the epoch
     chat: bool  # picks the shape
     with_ids: bool = False  # adds vLLM's token id fields
+    scores_echo: bool = False  # the logprobs of a completion begin with those of its prompt
+    scores_prompt: bool = False  # adds vLLM's prompt_logprobs
     _head: dict[str, Any] = {}
 
     @property
@@ -399,8 +423,14 @@ class Answer(AnswerWriter, eq=False):
         written = choice.written
         if written is None or written.attempt != attempt:
             written = choice.written = WrittenLogprobs(attempt)
-            choice.offset = 0
+            choice.offset = choice.prompt_offset = 0
         for i in range(written.events, len(events)):
+            if items := events[i].prompt_logprobs:
+                if self.scores_echo:
+                    written.add(self._echoed(choice, items))
+                if self.scores_prompt:
+                    written.prompt.append(_encode([_prompt_logprobs(item) for item in items])[1:-1])
+                events[i] = msgspec.structs.replace(events[i], prompt_logprobs=[])
             if items := events[i].logprobs:
                 written.add(self._logprobs(choice, items))
                 events[i] = msgspec.structs.replace(events[i], logprobs=[])
@@ -430,9 +460,10 @@ class Answer(AnswerWriter, eq=False):
                 b',"logprobs":',
             )
             parts += (b"null",) if choice.written is None else choice.written.parts()
-            parts += (b",", _encode(tail)[1:])
+            scored = () if choice.written is None or not self.scores_prompt else choice.written.prompt_parts()
+            parts += (*(() if self.chat else scored), b",", _encode(tail)[1:])
         parts[0] = _encode(head)[:-1] + b',"choices":['
-        parts.append(b'],"usage":%b}' % _encode(self._usage()))
+        parts += (b"]", *(scored if self.chat else ()), b',"usage":%b}' % _encode(self._usage()))
         return parts
 
     def _whole_text(self, choice: Choice, events: Sequence[TokenEvent]) -> bytes:
@@ -475,7 +506,7 @@ class Answer(AnswerWriter, eq=False):
                 continue
             if event.text and not with_ids and not event.logprobs:
                 lines += (before, _encode(event.text), behind)
-            elif event.text or event.logprobs or (self.with_ids and event.token_ids):
+            elif event.text or event.logprobs or event.prompt_logprobs or (self.with_ids and event.token_ids):
                 delta = {"content": event.text} if self.chat else event.text
                 lines.append(self._chunk(choice, delta, None, event))
             if event.finish is not None:
@@ -500,7 +531,11 @@ class Answer(AnswerWriter, eq=False):
     ) -> bytes:
         written: dict[str, Any] = {"index": choice.index}
         written |= {"delta": delta} if self.chat else {"text": delta}
-        written["logprobs"] = self._logprobs(choice, event.logprobs) if event is not None and event.logprobs else None
+        written["logprobs"] = None
+        if event is not None and event.logprobs:
+            written["logprobs"] = self._logprobs(choice, event.logprobs)
+        elif event is not None and event.prompt_logprobs:
+            written["logprobs"] = self._echoed(choice, event.prompt_logprobs)
         written["finish_reason"] = finish
         if self.with_ids:
             written["token_ids"] = event.token_ids if event is not None else []
@@ -524,12 +559,17 @@ class Answer(AnswerWriter, eq=False):
         for item in items:
             offsets.append(len(choice.echo) + choice.offset)
             choice.offset += len(item.text)
-        return {
-            "tokens": [item.text for item in items],
-            "token_logprobs": [item.logprob for item in items],
-            "top_logprobs": [{text: logprob for _, logprob, text, _ in item.top} for item in items],
-            "text_offset": offsets,
-        }
+        return _columns(items, offsets)
+
+    def _echoed(self, choice: Choice, items: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        """Returns the logprobs of tokens of the prompt, as those of a completion. The echo of a text has no special
+        token at its start, which then has no length."""
+        offsets = []
+        for item in items:
+            offsets.append(choice.prompt_offset)
+            if item.logprob is not None or choice.echo.startswith(item.text):
+                choice.prompt_offset += len(item.text)
+        return _columns(items, offsets)
 
     def _usage(self) -> dict[str, Any]:
         prompt, completion = self.prompt_tokens, sum(choice.tokens for choice in self.choices)
@@ -547,7 +587,10 @@ def openai_answer(
         for choice in choices:
             choice.shows_reasoning = False
     id = ("chatcmpl" if is_chat else "cmpl") + suffix
-    return Answer(id, body.model, int(time.time()), is_chat, bool(body.return_token_ids), choices=choices)
+    echoes = isinstance(body, CompletionRequest) and bool(body.echo) and body.logprobs is not None
+    scored = body.prompt_logprobs is not None
+    with_ids = bool(body.return_token_ids)
+    return Answer(id, body.model, int(time.time()), is_chat, with_ids, echoes, scored, choices=choices)
 
 
 class ForwardedAnswer(AnswerWriter, eq=False):
@@ -560,6 +603,30 @@ class ForwardedAnswer(AnswerWriter, eq=False):
 
     def events(self, choice: Choice, events: Sequence[TokenEvent]) -> bytes:
         return b"".join([event.part.data for event in events if event.part is not None])
+
+
+def _columns(items: Sequence[TokenLogprobs], offsets: list[int]) -> dict[str, Any]:
+    """Returns the logprobs of a completion. Of alternatives with the same text, the most probable one is kept."""
+    return {
+        "tokens": [item.text for item in items],
+        "token_logprobs": [item.logprob for item in items],
+        "top_logprobs": [
+            None if item.logprob is None else {text: value for _, value, text, _ in reversed(item.top)}
+            for item in items
+        ],
+        "text_offset": offsets,
+    }
+
+
+def _prompt_logprobs(item: TokenLogprobs) -> dict[int, PromptLogprob] | None:
+    """Returns vLLM's entry of a token of a prompt: the token itself first, then its alternatives."""
+    if item.logprob is None:
+        return None
+    ranked = {id: PromptLogprob(value, rank, text) for rank, (id, value, text, _) in enumerate(item.top, 1)}
+    rank = item.rank or (ranked[item.id].rank if item.id in ranked else None)
+    return {item.id: PromptLogprob(item.logprob, rank, item.text)} | {
+        id: each for id, each in ranked.items() if id != item.id
+    }
 
 
 def sse(value: Any) -> bytes:

@@ -84,7 +84,6 @@ REPLACEMENTS: Mapping[str, str] = MappingProxyType(
         "max_new_tokens": "max_tokens",
         "do_sample": "temperature: 0 is greedy",
         "return_full_text": "echo, of /v1/completions",
-        "prompt_logprobs": "logprobs covers the answer; those of the prompt are not computed",
         "stop_sequences": "stop",
         "use_beam_search": "n, for several answers; there is no beam search",
         "inputs": "prompt, of /v1/completions",
@@ -136,6 +135,7 @@ def checked_chat(request: C) -> C:
         request.max_tokens = request.max_completion_tokens
     if request.top_logprobs is not None and not request.logprobs:
         raise invalid("top_logprobs requires logprobs: true", param="top_logprobs")
+    _check_prompt_logprobs(request)
     _check_calling(request)
     _check(request)
     return request
@@ -156,6 +156,14 @@ def check_prompt(request: Chat) -> None:
     for name in names:
         if names.count(name) > 1:
             raise invalid(f"tools: {name!r} is defined twice", param="tools")
+
+
+def _check_prompt_logprobs(request: ChatRequest | CompletionRequest) -> None:
+    if request.prompt_logprobs is not None and request.stream:
+        instead = (
+            "send stream: false" if isinstance(request, ChatRequest) else "send stream: false, or echo and logprobs"
+        )
+        raise invalid(f"prompt_logprobs are not streamed; {instead}", param="prompt_logprobs")
 
 
 def _check_calling(request: ChatRequest) -> None:
@@ -202,8 +210,9 @@ def read_completion(body: bytes) -> CompletionRequest:
         raise invalid("suffix is not supported", param="suffix", code="unsupported_parameter")
     if request.best_of not in (None, request.n or 1):
         raise invalid(f"best_of: {request.best_of} must equal n; answers are not ranked", param="best_of")
-    if request.echo and request.logprobs is not None:
-        raise invalid("echo cannot be combined with logprobs: those of the prompt are not computed", param="echo")
+    if request.max_tokens == 0 and not request.echo:
+        raise invalid("max_tokens: 0 requires echo; without it the answer would be empty", param="max_tokens")
+    _check_prompt_logprobs(request)
     _check(request)
     return request
 
@@ -438,7 +447,7 @@ def _outside(name: str, value: Any, number: IntType | FloatType | None) -> str |
 @cache
 def _numbers() -> Mapping[str, IntType | FloatType]:
     """Returns the number that each field takes, with its bounds; for a list or an object, the number in it."""
-    numbers = {}
+    numbers: dict[str, IntType | FloatType] = {}
     for request in map(type_info, _kinds):
         assert isinstance(request, StructType)
         for field in request.fields:
@@ -446,5 +455,5 @@ def _numbers() -> Mapping[str, IntType | FloatType]:
                 part = kind.item_type if isinstance(kind, ListType) else kind
                 part = part.value_type if isinstance(part, DictType) else part
                 if isinstance(part, IntType | FloatType):
-                    numbers[field.name] = part
+                    numbers.setdefault(field.name, part)
     return numbers

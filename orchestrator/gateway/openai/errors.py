@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from orchestrator.dispatch.wait_prediction import retry_after_s
+from placements.engines.registry import ENGINES
+from placements.facts.plural import joined
 
 MAX_MESSAGE_CHARACTERS = 1000  # a message may quote the client's input, which may be megabytes
 MAX_PARAM_CHARACTERS = 200
@@ -157,6 +159,16 @@ def other_kind(name: str, kind: str, route: str) -> ApiError:
     """The model is of a kind that does not have the route."""
     message = f"The model {name!r} is of kind {kind}: it has {ROUTES_OF_KIND[kind]}, and not {route}."
     return ApiError(400, message, param="model", code="route_not_served")
+
+
+def prompts_not_scored(name: str, engine: str, field: str) -> ApiError:
+    """The model's engine does not compute the logits of prompts."""
+    able = joined([name for name, engine in ENGINES.items() if engine.scores_prompts], "or")
+    message = (
+        f"The engine {engine} of the model {name!r} does not compute the logprobs of prompts, which {field} requests; "
+        f"send the request to a model with the engine {able}."
+    )
+    return ApiError(400, message, param=field, code="unsupported_parameter")
 
 
 def not_forwarded(name: str, route: str) -> ApiError:

@@ -384,6 +384,7 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True, dict
     include_reasoning: bool | None = None  # vLLM's; false: the reasoning is left out of the answer
     logprobs: bool | None = None
     top_logprobs: LogprobCount | None = None
+    prompt_logprobs: LogprobCount | None = None  # vLLM's
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None  # false: at most one call in an answer
     functions: Annotated[list[Any], Meta(extra_json_schema={"maxItems": 0})] | None = None  # refused
@@ -413,6 +414,10 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True, dict
     def logprobs_count(self) -> int | None:
         """Returns the alternatives per token; None without logprobs."""
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    def prompt_logprobs_count(self) -> int | None:
+        """Returns the alternatives per token of the prompt; None without its logprobs."""
+        return self.prompt_logprobs
 
     @property
     def ignored_tools(self) -> list[str]:
@@ -492,7 +497,9 @@ class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True
     list of either."""
 
     prompt: SomeText | Annotated[list[Any], Meta(min_length=1, extra_json_schema=IDS_OR_TEXTS)]
+    max_tokens: Count | None = None  # 0: with echo, only the prompt
     logprobs: LogprobCount | None = None
+    prompt_logprobs: LogprobCount | None = None  # vLLM's
     echo: bool | None = None
     best_of: int | None = None
     suffix: Annotated[str, Meta(extra_json_schema={"maxLength": 0})] | None = None  # refused
@@ -510,6 +517,10 @@ class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True
     def logprobs_count(self) -> int | None:
         """Returns the alternatives per token; None without logprobs."""
         return self.logprobs
+
+    def prompt_logprobs_count(self) -> int | None:
+        """Returns the alternatives per token of the prompt; None without its logprobs."""
+        return self.logprobs if self.echo and self.prompt_logprobs is None else self.prompt_logprobs
 
     def prompts(self) -> list[str | list[int]]:
         """Returns the prompts one by one. Raises ApiError for an invalid one."""

@@ -142,7 +142,7 @@ class Reply(ClientReply, eq=False):
         choice = self._choices[ticket]
         if choice.reader is not None:
             choice.gather(stream.events, ticket.retries)
-        if ticket.request.logprobs is not None:
+        if ticket.request.logprobs is not None or ticket.request.prompt_logprobs is not None:
             self._answer.add_logprobs(choice, stream.events, ticket.retries)
         if not self._open:
             self._write_whole(ticket, now)

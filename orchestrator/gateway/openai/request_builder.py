@@ -254,7 +254,7 @@ def requests_for(
         room = _room(request, prompt, limits)
         if checks_ids:
             _check_ids(prompt, limits)
-        most = request.max_tokens or min(default_tokens or room, room)
+        most = min(default_tokens or room, room) if request.max_tokens is None else request.max_tokens
         for copy in range(copies):
             if seed is not None:  # one seed per choice, so that choices differ and can be reproduced
                 options["seed"] = _wrapped(seed + copy)
@@ -280,6 +280,8 @@ def _options(request: ChatRequest | CompletionRequest, limits: RequestLimits) ->
         options["stop"] = request.stops()
     if (logprobs := request.logprobs_count()) is not None:
         options["logprobs"] = logprobs
+    if (prompt_logprobs := request.prompt_logprobs_count()) is not None:
+        options["prompt_logprobs"] = prompt_logprobs
     if (guide := request.guide()) is not None:
         options["guide"] = guide
     return options
@@ -305,7 +307,7 @@ def _room(request: ChatRequest | CompletionRequest, prompt: Sequence[int], limit
     """Returns how many tokens may follow the prompt. Raises ApiError 400."""
     length = len(prompt)
     room = limits.max_len - length
-    if 0 < length <= limits.longest_prompt and room >= (request.max_tokens or 1):
+    if 0 < length <= limits.longest_prompt and room >= (1 if request.max_tokens is None else request.max_tokens):
         return room
     if not prompt:
         raise errors.invalid("the prompt has no tokens", param=_param(request))

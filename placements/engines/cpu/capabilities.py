@@ -40,6 +40,7 @@ CAPABILITIES = CpuCapabilities(
     warm=True,
     ropes=MappingProxyType(dict.fromkeys(ROTARY, MappingProxyType(CPU_ROPES))),
     drafts=("draft_model",),
+    scores_prompts=True,
     pads_to_longest=True,
     unused=(*ON_CPUS, Unused(("draft", "engine_options"), encoding=True)),
 )

@@ -103,6 +103,7 @@ CAPABILITIES = NxdCapabilities(
     quantize=("int8", "fp8"),
     quantize_kv=("fp8",),
     drafts=("draft_model",),
+    scores_prompts=True,
     unquantized=MappingProxyType(NXD_UNQUANTIZED),
     sets_workers=False,
     compiler_flags=frozenset(

@@ -211,6 +211,7 @@ CAPABILITIES = TnxCapabilities(
     quantize=("int8", "fp8"),
     quantize_kv=("fp8",),
     drafts=("draft_model",),
+    scores_prompts=True,
     shares_heads=True,
     unquantized=MappingProxyType(
         {name: "its graphs have no scales" for name, family in FAMILIES.items() if not family.quantizes}

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
-from placements.engines.capabilities import Capabilities, DraftMethod
+from placements.engines.capabilities import Capabilities, DraftMethod, Unused
 from placements.facts.versions import reaches, series
 
 Plugin = Literal["nxd", "neuron", "cpu"]
@@ -56,6 +56,10 @@ LAST_FOR: Mapping[str, str] = {"inf2": "0.4", "trn1": "0.4"}
 
 LORA_SINCE: Version = (0, 13)
 """The vLLM of `vllm-neuron` 0.4, which first serves LoRA adapters on NxD Inference."""
+
+EMBEDS_SINCE: Version = (0, 24)
+"""The first `vllm-neuron` with pooling models, of which it serves embeddings by decoders, on Trn2 and Trn3 (AWS Neuron
+SDK docs of 2.32, vllm-neuron/docs/design/vllm/pooling-models and model-recipes/qwen3-embedding-8b)."""
 
 BLOCK_SIZE = 32
 """Tokens of a block of the KV cache with prefix caching, as both plugins recommend."""
@@ -130,6 +134,7 @@ class VllmCapabilities(Capabilities):
 CAPABILITIES = VllmCapabilities(
     engine="vllm",
     runs_on="server",
+    kinds=("generate", "embedding"),
     runs_code=True,
     imports_long=False,
     own_families=True,
@@ -139,7 +144,9 @@ CAPABILITIES = VllmCapabilities(
     quantize_kv=("fp8",),
     drafts=("draft_model", "eagle", "eagle3"),
     serves_adapters=True,
+    scores_prompts=True,
     launches=True,
+    unused=(Unused(("draft", "adapters", "max_wait_ms"), encoding=True),),
 )
 """``weights`` and ``ropes`` are those of the plugin "vLLM Neuron": its features guide (quantization), and its code
 (``llama3/quantization.py``; ``qwen3/model.py`` scales no positions). On NxD Inference, those of that engine."""

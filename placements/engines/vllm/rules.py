@@ -10,6 +10,7 @@ from placements.engines.server.capabilities import NO_CONTAINER, STARTS_CONTAINE
 from placements.engines.vllm import capabilities as vllm
 from placements.engines.vllm.flags import check_flags
 from placements.facts.adapters import MODULES, RANKS, max_rank
+from placements.facts.encoders import ENCODERS
 from placements.facts.neuron_releases import sdk_named
 from placements.facts.plural import joined
 from placements.facts.topology import Host
@@ -86,6 +87,22 @@ def _has_quantized_folder(case: Case) -> bool:
     given = case.model.engine_options.get("additional_config")
     inner = given.get("override_neuron_config") if isinstance(given, dict) else None
     return isinstance(inner, dict) and bool(inner.get("quantized_checkpoints_path"))
+
+
+def plugin_embeds(case: Case) -> Iterator[Problem]:
+    """The plugin serves pooling models, and has a class of the embedding model's family."""
+    for release in releases(case) if case.model.kind == "embedding" else ():
+        others = case.engines_of("torch-neuronx", "cpu")
+        hint = f"use engine: {others}" if others else "use another engine"
+        if vllm.version_of(release.plugin) < vllm.EMBEDS_SINCE:
+            fact = f"vllm-neuron {release.plugin} does not serve kind embedding"
+            able = [each.plugin for each in vllm.RELEASES if vllm.version_of(each.plugin) >= vllm.EMBEDS_SINCE]
+            if newer := _plugins(case, *able):
+                hint = f"set engines.vllm.plugin: {newer}; or {hint}"
+            yield case.problem("kind-unsupported", ("kind",), fact, hint)
+        elif case.family in ENCODERS:
+            fact = f"vllm-neuron {release.plugin} embeds with decoders only, and {case.model.name} is a {case.family}"
+            yield case.problem("kind-unsupported", ("engine",), fact, hint)
 
 
 def weights_are_quantized(case: Case) -> Iterator[Problem]:
@@ -293,6 +310,7 @@ RULES = EngineRules(
     rules=(
         flags_are_known,
         plugin_runs_here,
+        plugin_embeds,
         weights_are_quantized,
         prefixes_are_cached,
         kv_fits_its_share,

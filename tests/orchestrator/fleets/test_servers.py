@@ -17,9 +17,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from placements.facts.core_range import CoreRange
 from tests.doubles.openai_server import lora_weights, make_vllm
+from tests.encoders import save_encoder
 from tests.fleet import LiveFleet, until
 from tests.orchestrator.clients import Admin, Load, Question, Sent, complete, echo_text
 from tests.s3 import S3Server
+from tests.workers.engines.test_vllm_engine import pooled
 from workers.engines.server.server_process import Address
 
 TINY = Path(__file__).parents[3] / "placements" / "examples" / "models" / "tiny"
@@ -30,6 +32,7 @@ defaults: {{dtype: fp32, max_len: 256, max_batch: 4, deadlines: {{drain_s: 5}}}}
 models:
   tokens: {{source: {model}, engine: vllm, tp_degree: 2, engine_options: {{max_loras: 1}}, adapters: {{{adapters}}}}}
   own: {{source: {tiny}, engine: cpu}}
+  vectors: {{source: {vectors}, kind: embedding, engine: vllm, max_len: 64}}
   bodies:
     engine: server
     source: {model}
@@ -73,8 +76,15 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def fleet(python: Path, model: Path, adapters: None) -> Iterator[LiveFleet]:
-    with LiveFleet(SPEC.format(python=python, model=model, tiny=TINY, adapters="")) as fleet:
+def vectors(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("vectors")
+    save_encoder(folder, "qwen3")
+    return pooled(folder, "lasttoken")
+
+
+@pytest.fixture(scope="module")
+def fleet(python: Path, model: Path, vectors: Path, adapters: None) -> Iterator[LiveFleet]:
+    with LiveFleet(SPEC.format(python=python, model=model, tiny=TINY, vectors=vectors, adapters="")) as fleet:
         yield fleet.wait_ready()
         fleet.stop()
 
@@ -133,6 +143,21 @@ def test_a_forwarded_answer_and_its_usage_are_the_servers(fleet: LiveFleet, mode
     assert [(body["model"], body["x_own"]) for body in received(model, "whole")] == [("inside", {"deep": [1]})] * 2
 
 
+def test_vectors_of_vllm_are_those_of_their_tokens(fleet: LiveFleet) -> None:
+    """Of texts and of ids, in their order; a chat is not for such a model."""
+    answer = fleet.http.post("/v1/embeddings", json={"model": "vectors", "input": [[7, 9], [3]]}).json()
+    chat = fleet.http.post(
+        "/v1/chat/completions", json={"model": "vectors", "messages": [{"role": "user", "content": "x"}]}
+    )
+    score = fleet.http.post("/v1/score", json={"model": "vectors", "text_1": "w1 w2", "text_2": ["w1 w2"]}).json()
+
+    rows = [item["embedding"] for item in answer["data"]]
+    assert rows == [pytest.approx([2 / 16, 1, 9 / 16]), pytest.approx([1 / 3, 1, 1])]
+    assert answer["usage"] == {"prompt_tokens": 3, "total_tokens": 3}
+    assert score["data"][0]["score"] == pytest.approx(1)
+    assert (chat.status_code, chat.json()["error"]["code"]) == (400, "route_not_served")
+
+
 def test_a_chat_with_an_image_is_answered_by_vllm_itself(fleet: LiveFleet, model: Path) -> None:
     """Whose usage counts."""
     parts = [{"type": "text", "text": "What?"}, {"type": "image_url", "image_url": {"url": "data:,a"}}]
@@ -143,12 +168,14 @@ def test_a_chat_with_an_image_is_answered_by_vllm_itself(fleet: LiveFleet, model
     assert answer["usage"]["prompt_tokens"] == len(json.dumps(parts))
 
 
-def test_adapters_of_s3_change_while_the_replicas_run(fleet: LiveFleet, model: Path, python: Path) -> None:
+def test_adapters_of_s3_change_while_the_replicas_run(
+    fleet: LiveFleet, model: Path, python: Path, vectors: Path
+) -> None:
     """Each answers under its own name; more than the server can hold take turns; a removed one is unknown."""
     pid = fleet.replica("tokens/0")["pid"]
 
     def apply(adapters: str) -> None:
-        fleet.spec.write_text(SPEC.format(python=python, model=model, tiny=TINY, adapters=adapters))
+        fleet.spec.write_text(SPEC.format(python=python, model=model, tiny=TINY, vectors=vectors, adapters=adapters))
         applied = fleet.corewright("apply", str(fleet.spec))
         assert applied.returncode == 0, applied.stderr
         until(lambda: fleet.status()["rollout"]["state"] == "complete", READY_S, "the replica has the adapters")
@@ -162,7 +189,8 @@ def test_adapters_of_s3_change_while_the_replicas_run(fleet: LiveFleet, model: P
     own, x, y = answers("tokens", "tokens:a", "tokens:b")
     assert len({own, x, y}) == 3
     cards = {card["id"]: card["parent"] for card in fleet.http.get("/v1/models").json()["data"]}
-    assert cards == {"tokens": None, "own": None, "bodies": None, "tokens:a": "tokens", "tokens:b": "tokens"}
+    others = dict.fromkeys(("tokens", "own", "bodies", "vectors"))
+    assert cards == {**others, "tokens:a": "tokens", "tokens:b": "tokens"}
 
     apply("a: s3://loras/y")
     assert answers("tokens:a", "tokens") == [y, own]

@@ -105,13 +105,16 @@ NUMBERS = [
 ]
 
 
+BESIDE = {("ChatRequest", "top_logprobs"): {"logprobs": True}, ("CompletionRequest", "max_tokens"): {"echo": True}}
+
+
 @pytest.mark.parametrize(("kind", "name", "bounds"), NUMBERS)
 def test_the_bounds_of_a_number_are_those_of_the_gateway(kind: str, name: str, bounds: dict[str, Any]) -> None:
     """At the bounds themselves, and on both sides of each."""
     plain, whole = READERS[kind][1], bounds["type"] == "integer"
     lowest, highest = bounds["minimum" if "minimum" in bounds else "exclusiveMinimum"], bounds["maximum"]
     step = 1 if whole else 1e-6
-    beside = {"top_logprobs": {"logprobs": True}}.get(name, {})
+    beside = BESIDE.get((kind, name), {})
     for value in (lowest - step, lowest, lowest + step, highest, highest + step, 10**30):
         body = {**plain, **beside, name: int(value) if whole else value}
         assert says(kind, body) == takes(kind, body), value

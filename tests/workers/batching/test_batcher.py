@@ -296,7 +296,7 @@ def test_an_eos_ends_the_answer_unless_it_is_ignored(ignore_eos: bool, length: i
         ({"prompt": [-1]}, "vocabulary of 257"),
         ({"prompt": [1] * 61, "max_tokens": 4}, "61 prompt tokens and max_tokens 4 exceed the 64"),
         ({"prompt": [1] * 65}, "65 tokens, the limit is 64"),
-        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
         ({"temperature": -0.1}, "temperature"),
         ({"temperature": float("nan")}, "temperature"),
         ({"top_p": 1.1}, "top_p"),

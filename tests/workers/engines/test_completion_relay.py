@@ -32,6 +32,7 @@ SPEC = EngineSpec(
     decode_buckets=(MAX_LEN,),
     vocab_size=VOCAB_SIZE,
     eos_token_ids=frozenset({EOS_ID}),
+    scores_prompts=True,
 )
 Answer = Callable[["FakeServer", dict[str, Any], web.StreamResponse], Awaitable[None]]
 
@@ -290,6 +291,34 @@ def test_eos_ends_the_answer_and_is_not_text(server: FakeServer, relay: Completi
 
     assert (received.text("a"), received.ids("a")) == ("A", [65, EOS_ID])
     assert received.end("a").finish is FinishReason.STOP
+
+
+def test_logprobs_of_the_prompt_come_before_those_of_the_answer(
+    server: FakeServer, relay: CompletionRelay, received: Received
+) -> None:
+    """The server echoes the prompt for them, in the first chunk; each side gets as many alternatives as it wants."""
+
+    async def echoed(server: FakeServer, body: dict[str, Any], response: web.StreamResponse) -> None:
+        logprobs = {
+            "token_logprobs": [None, -1.5, -0.25],
+            "top_logprobs": [None, {"token_id:66": -1.5, "token_id:67": -0.5}, {"token_id:65": -0.25}],
+        }
+        await response.write(chunk([65], "length", logprobs=logprobs))
+
+    server.answer = echoed
+    relay.submit(request(prompt_ids=[65, 66], logprobs=0, prompt_logprobs=1, max_tokens=1))
+    relay.submit(request("b", prompt_ids=[65, 66], prompt_logprobs=2, max_tokens=0))
+
+    ended = [received.end("a"), received.end("b")]
+    scored = {id: received.events[id][0].prompt_logprobs for id in ("a", "b")}
+    assert [(item.id, item.logprob, item.top) for item in scored["a"]] == [
+        (65, None, []),
+        (66, -1.5, [(67, -0.5, "C", [67])]),
+    ]
+    assert [len(item.top) for item in scored["b"]] == [0, 2]
+    assert [(each.token_ids, each.finish) for each in ended] == [([65], FinishReason.LENGTH), ([], FinishReason.LENGTH)]
+    assert [(item.logprob, item.top) for item in ended[0].logprobs] == [(-0.25, [])]
+    assert [(body["echo"], body["max_tokens"]) for body in server.bodies] == [(True, 1)] * 2
 
 
 def test_logprobs_are_keyed_by_id(server: FakeServer, relay: CompletionRelay, received: Received) -> None:

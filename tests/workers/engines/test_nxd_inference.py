@@ -40,6 +40,7 @@ from tests.workers.nxdi_traffic import (
     served,
 )
 from tests.workers.nxdi_traffic import sources as sources
+from tests.workers.tnx_runs import scores
 from workers.engines.nxd_inference import artifacts
 from workers.engines.nxd_inference.config import NxdSettings, lengths, neuron_options
 from workers.engines.nxd_inference.engine import NxdEngine
@@ -67,6 +68,16 @@ def play(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
 
 
 # answers
+
+
+def test_prompts_have_the_logprobs_of_the_cpu_engine(nxd: Neuron, sources: Checkpoints, tmp_path: Path) -> None:
+    """Token by token, in steps of their own: the graphs return the logits of one position."""
+    source, prompts = sources("llama"), [prompt for _, prompt, _, leaves in arrivals() if not leaves]
+
+    ours = scores(opened(source, tmp_path / "compiled", sampling="host"), source, prompts)
+    for of_nxd, of_cpu in zip(ours, scores(cpu(source), source, prompts), strict=True):
+        assert of_nxd[0] is of_cpu[0] is None
+        assert of_nxd[1:] == pytest.approx(of_cpu[1:], abs=1e-3)
 
 
 def test_an_eos_ends_an_answer(nxd: Neuron, sources: Checkpoints, tmp_path: Path) -> None:

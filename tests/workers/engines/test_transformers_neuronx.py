@@ -30,15 +30,19 @@ from tests.workers import tnx_mutants
 from tests.workers.tnx_runs import (
     BUCKETS,
     CONTINUOUS,
+    MAX_LEN,
     SERIAL,
+    SLOTS,
     STATIC,
     ScriptedRequest,
     answers,
     config,
     of_the_cpu_engine,
     requests_for,
+    scores,
     split,
 )
+from workers.engines.cpu.engine import CpuEngine
 from workers.engines.transformers_neuronx.engine import TransformersNeuronxEngine, open_transformers_neuronx
 from workers.engines.transformers_neuronx.options import TABLES, Shapes, options_for
 from workers.messages.engine_protocol import DeviceSampling, EngineLoadError
@@ -89,6 +93,20 @@ def test_greedy_answers_are_those_of_the_cpu_engine(checkpoint: Checkpoints, fam
     engine = opened(source, sampling=sampling, **buckets_for(family))
     assert engine.spec.continuous is (family in CONTINUOUS)
     assert answers(engine, source, requests) == of_the_cpu_engine(source, requests)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_prompts_have_the_logprobs_of_the_cpu_engine(checkpoint: Checkpoints, family: str) -> None:
+    """Token by token, in steps of their own: the graphs return the logits of one position."""
+    source, prompts = checkpoint(family), [request.prompt for request in requests_for(family)]
+    of_cpu = CpuEngine(source, slots=SLOTS, max_len=MAX_LEN, threads=1)
+    of_cpu.load()
+
+    for ours, theirs in zip(
+        scores(opened(source, **BUCKETS), source, prompts), scores(of_cpu, source, prompts), strict=True
+    ):
+        assert ours[0] is theirs[0] is None
+        assert ours[1:] == pytest.approx(theirs[1:], abs=1e-3)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -24,6 +25,7 @@ from workers.engines.echo.engine import EOS_ID, VOCAB_SIZE, echo_tokens
 from workers.engines.server.completion_relay import CompletionRelay
 from workers.engines.server.server_process import CompletionServer
 from workers.engines.vllm.engine import start_vllm
+from workers.messages.encoder_protocol import EncodeInput
 from workers.messages.engine_protocol import EngineLoadError
 from workers.messages.replica_config import ReplicaConfig
 from workers.messages.requests import FinishReason, GenerateRequest, TokenEvent
@@ -313,6 +315,55 @@ def test_the_server_is_ready_only_when_it_answers(model: Path, python: Path) -> 
 def test_a_flag_that_vllm_does_not_have_is_a_failed_start(model: Path, python: Path) -> None:
     with pytest.raises(EngineLoadError, match="exit code 2"):
         start_vllm(config_of(model, python, engine_options={"no_such_flag": 1}))
+
+
+def pooled(model: Path, *modes: str, dense: bool = False) -> Path:
+    """Makes a folder of sentence-transformers of a checkpoint."""
+    types = ["Transformer", "Pooling", *(["Dense"] if dense else []), "Normalize"]
+    modules = [{"path": "" if i == 0 else f"{i}_{name}", "type": f"models.{name}"} for i, name in enumerate(types)]
+    (model / "modules.json").write_text(json.dumps(modules))
+    (model / "1_Pooling").mkdir()
+    (model / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": list(modes)}))
+    if dense:
+        (model / "2_Dense").mkdir()
+        shape = {"in_features": 2, "out_features": 1, "activation_function": "torch.nn.Identity"}
+        (model / "2_Dense" / "config.json").write_text(json.dumps(shape))
+    return model
+
+
+def test_a_pooling_server_embeds_token_ids(model: Path, python: Path) -> None:
+    """All inputs of a request in one, each with its own row; what the server refuses is the client's error."""
+    run = Run(start_vllm(config_of(pooled(model, "lasttoken"), python, kind="embedding")))
+    try:
+        inputs = [[1, 2, 5], [7], *([n] * n for n in range(1, 200))]
+        run.submit(prompt_ids=[], inputs=[EncodeInput(ids) for ids in inputs])
+        run.submit("refused", prompt_ids=[], inputs=[EncodeInput([])])
+        run.end()
+        parts = [event.part.data for event in run.events if event.id == "a" and event.part is not None]
+        rows = np.frombuffer(b"".join(parts), np.float32).reshape(len(inputs), run.relay.spec.width)
+
+        sums = [[len(ids), sum(ids), ids[-1]] for ids in inputs]
+        assert np.allclose(rows, [[number / max(1, *row) for number in row] for row in sums])
+        assert run.end("refused").finish is FinishReason.INVALID
+        with pytest.raises(ValueError, match="the limit is 256"):
+            run.submit("long", prompt_ids=[], inputs=[EncodeInput([1] * (MAX_LEN + 1))])
+        with pytest.raises(ValueError, match="does not generate"):
+            run.submit("text")
+    finally:
+        run.relay.close()
+
+
+@pytest.mark.parametrize(("modes", "dense"), [([], False), (["max"], False), (["mean", "cls"], False), (["cls"], True)])
+def test_a_folder_that_vllm_pools_otherwise_is_not_started(
+    model: Path, python: Path, modes: list[str], dense: bool
+) -> None:
+    """A plain checkpoint is one too: its vectors would not be those of the other engines."""
+    if modes:
+        pooled(model, *modes, dense=dense)
+    with pytest.raises(EngineLoadError) as refused:
+        start_vllm(config_of(model, python, kind="embedding"))
+
+    assert refused.value.id == "encoder-unsupported"
 
 
 def test_adapters_are_loaded_changed_and_removed_in_the_server(model: Path, python: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import inspect
 import logging
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,10 +48,13 @@ from workers.messages.replica_config import ReplicaConfig
 if TYPE_CHECKING:
     import torch
 
+    _Seen = Callable[[int, int, torch.Tensor], None]
+
 log = logging.getLogger(__name__)
 
 CPU_PACKAGES = "run python -m pip install torch safetensors numpy in the replica's Python"
 NEWER_TRANSFORMERS = f"run python -m pip install 'transformers>={FIRST_TRANSFORMERS}' in the replica's Python"
+SCORED_TOKENS = 64  # with a vocabulary of 150,000, their logits are 40 MB
 PREFIX_BLOCK = 16  # tokens; fewer save less than the chunked prefill costs
 
 
@@ -224,6 +227,7 @@ class CpuEngine(LoadableEngine[EngineSpec]):
             vocab_size=int(model.config.vocab_size),
             eos_token_ids=eos,
             prefix_block=PREFIX_BLOCK if self.prefix_cache else 0,
+            scores_prompts=True,
         )
         if self.compile:  # without graphs, the first run of a length takes less than 50 ms more than the second
             self._load_graphs()
@@ -233,6 +237,24 @@ class CpuEngine(LoadableEngine[EngineSpec]):
     def prefill(self, slots: Sequence[int], prompts: Sequence[Sequence[int]]) -> torch.Tensor:
         """See ``GenerateEngine.prefill``. Prompts of one call are padded to the longest of them."""
         return self._logits(slots, self._read_prompts(slots, prompts))
+
+    def score(
+        self,
+        slots: Sequence[int],
+        prompts: Sequence[Sequence[int]],
+        read: Callable[[int, Sequence[int], Any], None],
+    ) -> torch.Tensor:
+        """See ``ScoringEngine.score``. The logits of ``SCORED_TOKENS`` are in memory at a time."""
+        import torch
+
+        def seen(row: int, first: int, hidden: torch.Tensor) -> None:
+            for at in range(0, len(hidden), SCORED_TOKENS):
+                begin = first + at + 1
+                ids = prompts[row][begin : begin + min(SCORED_TOKENS, len(hidden) - at)]
+                with torch.inference_mode():
+                    read(row, ids, self._head(hidden[at : at + len(ids)]).float())
+
+        return self._logits(slots, self._read_prompts(slots, prompts, seen))
 
     def copy_prefix(self, source: int, slot: int, count: int) -> None:
         """See ``PrefixEngine.copy_prefix``."""
@@ -263,25 +285,44 @@ class CpuEngine(LoadableEngine[EngineSpec]):
                 hidden[row] = last
         return self._logits(slots, torch.stack(hidden))
 
-    def _read_prompts(self, slots: Sequence[int], prompts: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Returns the hidden states ``[rows, hidden]`` of the last token of each whole prompt."""
+    def _read_prompts(
+        self, slots: Sequence[int], prompts: Sequence[Sequence[int]], seen: _Seen | None = None
+    ) -> torch.Tensor:
+        """Returns the hidden states ``[rows, hidden]`` of the last token of each whole prompt.
+
+        ``seen`` gets those of all tokens: the row, the position of the first, and states ``[tokens, hidden]``."""
         import torch
 
         longest = max(len(prompt) for prompt in prompts)
         if self._graphs is not None and longest <= (self.prefill_chunk or self.max_len):
+            last: list[Any] = []
             with torch.inference_mode():
-                return torch.stack([self._graphs.prompt(*of) for of in zip(slots, prompts, strict=True)])
+                for row, prompt in enumerate(prompts):
+                    states = self._graphs.prompt(slots[row], prompt)
+                    if seen is not None:
+                        seen(row, 0, states)
+                    last.append(states[-1].clone())
+                return torch.stack(last)
         if self.prefill_chunk is not None and longest > self.prefill_chunk:
-            return self._read_chunks(slots, prompts, [0] * len(prompts), self.prefill_chunk)
+            return self._read_chunks(slots, prompts, [0] * len(prompts), self.prefill_chunk, seen)
         ids = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts])
-        last = torch.tensor([len(prompt) - 1 for prompt in prompts])
+        ends = torch.tensor([len(prompt) - 1 for prompt in prompts])
         self._reach.move(slots, None, longest)
         # Padding comes after the prompt, so the causal mask alone excludes it.
         positions = self._kv_positions[None, :longest]
-        return self._forward(ids, positions)[torch.arange(len(prompts)), last]
+        hidden = self._forward(ids, positions)
+        if seen is not None:
+            for row, prompt in enumerate(prompts):
+                seen(row, 0, hidden[row, : len(prompt)])
+        return hidden[torch.arange(len(prompts)), ends]
 
     def _read_chunks(
-        self, slots: Sequence[int], prompts: Sequence[Sequence[int]], starts: Sequence[int], chunk: int
+        self,
+        slots: Sequence[int],
+        prompts: Sequence[Sequence[int]],
+        starts: Sequence[int],
+        chunk: int,
+        seen: _Seen | None = None,
     ) -> torch.Tensor:
         """Returns the same, from ``starts`` on: each chunk attends to the cached tokens before it.
 
@@ -302,6 +343,9 @@ class CpuEngine(LoadableEngine[EngineSpec]):
             self._reach.move([slots[row] for row in rows], positions, max(begins) + width)
             hidden = self._forward(ids, positions)
             for index, (row, begin) in enumerate(zip(rows, begins, strict=True)):
+                if seen is not None:
+                    first = starts[row] + offset
+                    seen(row, first, hidden[index, first - begin : len(prompts[row]) - begin])
                 if len(prompts[row]) <= begin + width:
                     last[row] = hidden[index, len(prompts[row]) - 1 - begin]
         return torch.stack(last)

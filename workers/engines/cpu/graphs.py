@@ -79,7 +79,7 @@ class Graphs:
         self._steps = {bucket: self._compiled(f"step_{bucket}", bucket, True) for bucket in decode_buckets}
 
     def prompt(self, slot: int, ids: Sequence[int]) -> torch.Tensor:
-        """Returns the hidden state ``[hidden]`` of the last of ``ids``, a whole prompt. Raises ValueError."""
+        """Returns the hidden states ``[len(ids), hidden]`` of a whole prompt. Raises ValueError."""
         import torch
 
         bucket = smallest_bucket(self._prefill_buckets, len(ids))
@@ -90,7 +90,7 @@ class Graphs:
         self._traced.before(1)
         padded = torch.tensor([[*ids, *[0] * (bucket - len(ids))]])
         hidden: torch.Tensor = self._prompts[bucket](padded, positions[None])
-        return hidden[0, len(ids) - 1].clone()
+        return hidden[0, : len(ids)]
 
     def step(self, slots: Sequence[int], tokens: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
         """Returns the hidden states ``[len(slots), hidden]`` of one token of each slot. Raises ValueError."""

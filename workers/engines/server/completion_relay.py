@@ -12,7 +12,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
@@ -20,7 +20,8 @@ import aiohttp
 import msgspec
 import uvloop
 
-from workers.batching.accepted_request import AcceptedRequest, check_request
+from workers.batching.accepted_request import NOT_SCORED, AcceptedRequest, check_request
+from workers.batching.encode_batcher import encoded_events
 from workers.batching.step_loop import BatcherStats, refuse_when_closed
 from workers.engines.server.adapters import LoadedAdapters, UnknownAdapter, change_adapter, largest_rank, served_name
 from workers.engines.server.completion_stream import (
@@ -30,13 +31,23 @@ from workers.engines.server.completion_stream import (
     ServerError,
     StreamReader,
     completion_body,
+    embedding_body,
     error_message,
+    read_embeddings,
 )
 from workers.engines.server.forwarded_answer import EventReader, ForwardedRequest, whole_answer
 from workers.engines.server.server_metrics import ServerMetrics, TokenProgress
 from workers.engines.server.server_process import CompletionServer
+from workers.messages.encoder_protocol import EncodeInput
 from workers.messages.engine_protocol import EngineLoadError, EngineSpec
-from workers.messages.requests import AnswerPart, FinishReason, GenerateRequest, TokenEvent
+from workers.messages.requests import (
+    AnswerPart,
+    FinishReason,
+    GenerateRequest,
+    InvalidField,
+    TokenEvent,
+    TokenLogprobs,
+)
 from workers.messages.status import ServerLoad
 from workers.text.detokenizer import AnswerText
 from workers.text.tokenizer import Tokenizer
@@ -64,6 +75,7 @@ class _Live:
     adapter: str
     accepted: AcceptedRequest | None = None
     forwarded: ForwardedRequest | None = None
+    inputs: Sequence[EncodeInput] = ()  # to be embedded
     watched: bool = False  # the server should send something: not while a whole answer is generated or the window full
     whole: bool = False  # the server generates an answer that comes in one piece
     unread: int = 0  # bytes of the window
@@ -127,7 +139,9 @@ class CompletionRelay:
         if request.adapter and self._adapters.folder(request.adapter) is None:
             raise ValueError(_no_adapter(request.adapter))
         live = _Live(request.id, request.adapter)
-        if request.forwarded is None:
+        if self.spec.width or request.inputs:
+            live.inputs = self._embeddable(request)
+        elif request.forwarded is None:
             live.accepted = self._accepted(request)
         else:
             live.forwarded = ForwardedRequest(request.forwarded)
@@ -142,6 +156,8 @@ class CompletionRelay:
         if self._tokenizer is None:
             raise ValueError("this model's server gets requests in their own form only")
         check_request(request, self.spec)
+        if request.prompt_logprobs is not None and not self.spec.scores_prompts:
+            raise InvalidField("prompt_logprobs", NOT_SCORED)
         if request.no_repeat_ngram_size:
             raise ValueError("this model's engine does not support no_repeat_ngram_size")
         ending_ids = frozenset(request.stop_token_ids)
@@ -149,6 +165,14 @@ class CompletionRelay:
             ending_ids |= self.spec.eos_token_ids
         stream = self._tokenizer.stream(request.prompt_ids, request.skip_special_tokens)
         return AcceptedRequest(request, AnswerText(stream, request.stop, request.min_tokens), None, ending_ids)
+
+    def _embeddable(self, request: GenerateRequest) -> Sequence[EncodeInput]:
+        """Returns the inputs. Raises ValueError for those that the server cannot embed."""
+        if not request.inputs or not self.spec.width:
+            raise ValueError(f"this model {'does not generate' if self.spec.width else 'gives no embeddings'}")
+        if (longest := max(len(input.ids) for input in request.inputs)) > self.spec.max_len:
+            raise ValueError(f"an input has {longest} tokens, the limit is {self.spec.max_len}")
+        return request.inputs
 
     def taken(self, id: str, count: int) -> None:
         """Continue a forwarded answer after its gateway has read ``count`` bytes of it."""
@@ -336,6 +360,9 @@ class CompletionRelay:
             body = msgspec.json.encode(fields)
         elif forwarded is not None:
             route, body = forwarded.route, forwarded.body_for(model)
+        else:
+            route, body = "/v1/embeddings", msgspec.json.encode(embedding_body(live.inputs, model))
+        began_at = self._clock()
         async with self._open_session().post(
             f"{server.address.url}{route}",
             data=body,
@@ -347,6 +374,8 @@ class CompletionRelay:
                 await self._relay(live, accepted, response)
             elif forwarded is not None:
                 await self._forward(live, forwarded, response)
+            else:
+                self._embedded(live, read_embeddings(await _whole(response), len(live.inputs)), began_at)
 
     async def _change_adapter(self, key: str, folder: str | None) -> None:
         url, name = self._server.address.url, served_name(self._server.model, key)
@@ -355,7 +384,9 @@ class CompletionRelay:
     async def _relay(self, live: _Live, accepted: AcceptedRequest, response: aiohttp.ClientResponse) -> None:
         """Emit the tokens of an answer."""
         assert self._tokenizer is not None
-        reader = StreamReader(self._tokenizer.token_bytes)
+        request = accepted.request
+        scored = request.prompt_ids if request.prompt_logprobs is not None else ()
+        reader = StreamReader(self._tokenizer.token_bytes, scored)
         async for data in response.content.iter_any():
             for piece in reader.feed(data):
                 self._advance(live, accepted, piece)
@@ -363,6 +394,15 @@ class CompletionRelay:
                 return  # by a stop string, which the server does not get
         if live.id in self._live:
             raise ServerError("the server ended its answer without a finish reason", UNAVAILABLE)
+
+    def _embedded(self, live: _Live, data: bytes, began_at: float) -> None:
+        """Emit the vectors. How long their batches took is not known: the server computes several requests together."""
+        self._count(sum(len(input.ids) for input in live.inputs))
+        took_s = self._clock() - began_at
+        *parts, last = encoded_events(live.id, data, took_s, took_s)
+        for part in parts:
+            self._queue(part)
+        self._end(live, last)
 
     async def _forward(self, live: _Live, request: ForwardedRequest, response: aiohttp.ClientResponse) -> None:
         """Emit the parts of an answer."""
@@ -444,9 +484,16 @@ class CompletionRelay:
             return  # ended; the rest is read so that the connection can be used again
         self._count(len(piece.token_ids))
         live.begun = live.begun or bool(piece.token_ids)
+        if piece.prompt_logprobs:
+            accepted.prompt_logprobs = _cut(piece.prompt_logprobs, accepted.request.prompt_logprobs)
+            for part in accepted.take_prompt_logprobs():
+                self._queue(part)
         event = accepted.advance_all(piece.token_ids) if piece.token_ids else TokenEvent(id=accepted.request.id)
-        if piece.logprobs:
-            event = msgspec.structs.replace(event, logprobs=piece.logprobs[: len(event.token_ids)])
+        if piece.logprobs and (count := accepted.request.logprobs) is not None:
+            own = piece.logprobs[: len(event.token_ids)]
+            if accepted.request.prompt_logprobs is not None:
+                own = _cut(own, count)
+            event = msgspec.structs.replace(event, logprobs=own)
         if event.finish is None and piece.finish is not None:
             event = self._ended_by_server(accepted, event, piece.finish)
         if event.finish is not None:
@@ -492,6 +539,11 @@ class CompletionRelay:
                 connector=connector, timeout=aiohttp.ClientTimeout(total=None), auto_decompress=False, headers=headers
             )
         return self._session
+
+
+def _cut(items: list[TokenLogprobs], count: int | None) -> list[TokenLogprobs]:
+    """Keeps ``count`` alternatives of each: the server gives as many as prompt or answer needs at most."""
+    return [msgspec.structs.replace(item, top=item.top[: count or 0]) for item in items]
 
 
 def _no_adapter(name: str) -> str:

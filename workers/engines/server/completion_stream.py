@@ -1,4 +1,4 @@
-"""Requests to a server's ``/v1/completions`` with token ids, and the events of its streamed answers.
+"""Requests to a server's ``/v1/completions`` and ``/v1/embeddings`` with token ids, and what it answers.
 
 Pure. The facts about vLLM's server are of 0.11 to 0.32, measured or read:
 
@@ -9,12 +9,14 @@ Pure. The facts about vLLM's server are of 0.11 to 0.32, measured or read:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+import binascii
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import msgspec
 
 from workers.batching.logprobs import IMPOSSIBLE
+from workers.messages.encoder_protocol import EncodeInput
 from workers.messages.requests import GenerateRequest, TokenLogprobs
 
 GUIDED_BY_OUTPUTS = (0, 12)  # the first vLLM with `structured_outputs`; before, `guided_json`
@@ -40,6 +42,7 @@ class Piece(msgspec.Struct, frozen=True):
     token_ids: list[int]
     logprobs: list[TokenLogprobs]
     finish: str | None
+    prompt_logprobs: list[TokenLogprobs] = []
 
 
 class _Logprobs(msgspec.Struct):
@@ -75,7 +78,7 @@ def completion_body(
         "stream": True,
         "return_token_ids": True,
         "n": 1,
-        "max_tokens": request.max_tokens,
+        "max_tokens": max(1, request.max_tokens),  # 0 is only allowed with `echo`, and generates a token as well
         "min_tokens": request.min_tokens,
         "temperature": request.temperature,
         "top_p": request.top_p,
@@ -93,13 +96,44 @@ def completion_body(
         body["logit_bias"] = {str(id): bias for id, bias in request.logit_bias.items()}
     if request.seed is not None:
         body["seed"] = request.seed
-    if request.logprobs is not None:
-        body["logprobs"] = request.logprobs
+    counts = [count for count in (request.logprobs, request.prompt_logprobs) if count is not None]
+    if counts:
+        body["logprobs"] = max(counts)
         body["return_tokens_as_token_ids"] = True  # texts of incomplete characters would be equal keys
+    if request.prompt_logprobs is not None:  # the field of that name cannot be streamed
+        body["echo"] = True
     if request.guide is not None:
         schema = msgspec.json.decode(request.guide)
         body |= {"structured_outputs": {"json": schema}} if version >= GUIDED_BY_OUTPUTS else {"guided_json": schema}
     return body
+
+
+class _Embedding(msgspec.Struct):
+    index: int
+    embedding: str
+
+
+class _Embeddings(msgspec.Struct):
+    data: list[_Embedding]
+
+
+def embedding_body(inputs: Sequence[EncodeInput], model: str) -> dict[str, Any]:
+    """Returns the body of a request to ``/v1/embeddings`` with token ids."""
+    return {"model": model, "input": [input.ids for input in inputs], "encoding_format": "base64"}
+
+
+def read_embeddings(body: bytes, count: int) -> bytes:
+    """Returns the float32 numbers of ``count`` inputs, row by row. Raises ServerError for another answer."""
+    try:
+        rows = {item.index: binascii.a2b_base64(item.embedding) for item in _embeddings.decode(body).data}
+        data = [rows[index] for index in range(count)]
+    except (ValueError, RecursionError, KeyError) as error:
+        raise ServerError(
+            f"the server sent an answer that is not of {count} embeddings: {error}", BAD_GATEWAY
+        ) from None
+    if len(set(map(len, data))) != 1 or not data[0] or len(data[0]) % 4:
+        raise ServerError("the server sent embeddings of different lengths, or not of float32 numbers", BAD_GATEWAY)
+    return b"".join(data)
 
 
 def error_message(body: bytes) -> str:
@@ -122,6 +156,9 @@ def error_of(error: Any) -> ServerError:
     return ServerError(message_of(error), code if isinstance(code, int) and 400 <= code < 600 else 500)
 
 
+_embeddings = msgspec.json.Decoder(_Embeddings)
+
+
 class EventSplitter:
     """Splits the bytes of server-sent events into the data of each, however they arrive."""
 
@@ -141,8 +178,10 @@ class EventSplitter:
 class StreamReader:
     """Reads the tokens of a stream, however its bytes arrive."""
 
-    def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
+    def __init__(self, token_bytes: Callable[[int], bytes], prompt: Sequence[int] = ()) -> None:
+        """``prompt``: the tokens whose logprobs come before those of the first token of the answer."""
         self._token_bytes = token_bytes
+        self._prompt = prompt
         self._events = EventSplitter()
 
     def feed(self, data: bytes) -> Iterator[Piece]:
@@ -159,9 +198,14 @@ class StreamReader:
                 raise ServerError(message, BAD_GATEWAY) from None
 
     def _piece(self, choice: _StreamedChoice) -> Piece:
-        ids = choice.token_ids or []
-        logprobs = [] if choice.logprobs is None else list(self._logprobs(ids, choice.logprobs))
-        return Piece(ids, logprobs, choice.finish_reason)
+        ids, prompt = choice.token_ids or [], self._prompt
+        if choice.logprobs is None:
+            return Piece(ids, [], choice.finish_reason)
+        self._prompt = ()
+        items = list(self._logprobs([*prompt, *ids], choice.logprobs))
+        if prompt:
+            items[0] = msgspec.structs.replace(items[0], logprob=None)
+        return Piece(ids, items[len(prompt) :], choice.finish_reason, items[: len(prompt)])
 
     def _logprobs(self, ids: list[int], answer: _Logprobs) -> Iterator[TokenLogprobs]:
         tops = answer.top_logprobs or [None] * len(ids)

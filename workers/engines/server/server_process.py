@@ -67,16 +67,19 @@ class Address(msgspec.Struct, frozen=True):
 
     def get(self, route: str) -> tuple[int, bytes]:
         """Returns status and body of a GET. Raises OSError or http.client.HTTPException."""
-        return self._answer("GET", route, None, REQUEST_S)
+        return self._answer("GET", route, None, REQUEST_S, {})
 
-    def post(self, route: str, body: bytes, timeout_s: float) -> tuple[int, bytes]:
-        """Returns status and body of a POST of JSON. Raises as ``get``."""
-        return self._answer("POST", route, body, timeout_s)
+    def post(self, route: str, body: bytes, timeout_s: float, key: str = "") -> tuple[int, bytes]:
+        """Returns status and body of a POST of JSON, with the server's key. Raises as ``get``."""
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        return self._answer("POST", route, body, timeout_s, headers)
 
-    def _answer(self, method: str, route: str, body: bytes | None, timeout_s: float) -> tuple[int, bytes]:
+    def _answer(
+        self, method: str, route: str, body: bytes | None, timeout_s: float, headers: Mapping[str, str]
+    ) -> tuple[int, bytes]:
         connection = self.connection(timeout_s)
         try:
-            connection.request(method, route, body, {} if body is None else {"Content-Type": "application/json"})
+            connection.request(method, route, body, dict(headers))
             response = connection.getresponse()
             return response.status, response.read()
         finally:

@@ -18,14 +18,17 @@ from placements.engines.nxd_inference.capabilities import NXD_QUANTIZED_DTYPES
 from placements.engines.vllm.capabilities import BLOCK_SIZE, LORA_SINCE, Plugin, Version, blocks, plugin_of, version_of
 from workers.compiled.host_sets import Buildable, LockedEntry, Tell
 from workers.engines.checkpoint_files import check_length, eos_token_ids, positions_of, read_config, text_settings
+from workers.engines.encoder_layout import Dense, read_layout
 from workers.engines.engine_setup import TORCH_DTYPES, dtype_on, source_of
 from workers.engines.server.adapters import served_name
+from workers.engines.server.completion_stream import ServerError, embedding_body, error_message, read_embeddings
 from workers.engines.server.server_metrics import block_size
 from workers.engines.server.server_process import Address, CompletionServer, ServerProcess, free_port, server_folder
 from workers.engines.vllm import artifacts as vllm_artifacts
 from workers.engines.vllm.adapters import EMPTY, loads_adapters, max_rank_of, most_loaded, write_empty_adapter
 from workers.host.interpreter import probe
 from workers.host.json_process import path_from
+from workers.messages.encoder_protocol import EncodeInput
 from workers.messages.engine_protocol import EngineLoadError, EngineSpec
 from workers.messages.replica_config import ReplicaConfig
 
@@ -35,6 +38,8 @@ GRACE_S = 5.0  # from SIGTERM to SIGKILL
 QUEUED = 8  # requests beyond the slots that the server accepts, for those that it has not noticed to be gone
 DEVICE_TOP_K = 256  # `global_topk` of the plugin on NxD Inference
 READY = "/health"
+PROBE_S = 120.0  # for the first embedding
+POOLED = (("cls",), ("mean",), ("lasttoken",))  # the poolings of sentence-transformers that vLLM reads
 CPU_KV_GIB = 1  # the KV cache of the CPU back end; the CPU of a host is shared, so not vLLM's 4
 UNIX_SINCE: Version = (0, 14)  # `--uds`; before, a port
 QUEUED_SINCE: Version = (0, 28)  # `--max-num-queued-reqs`
@@ -84,7 +89,9 @@ def arguments(config: ReplicaConfig, installed: VllmInstallation, address: Addre
         "disable-uvicorn-access-log": True,
         "enable-prefix-caching": cached,
     }
-    if installed.version >= QUEUED_SINCE:
+    if config.model.kind == "embedding":  # its requests have many inputs, each of which would count as queued
+        flags["runner"] = "pooling"
+    elif installed.version >= QUEUED_SINCE:
         flags["max-num-queued-reqs"] = config.model.max_batch + QUEUED
     if config.model.trust_remote_code:
         flags["trust-remote-code"] = True
@@ -291,11 +298,42 @@ def _prefix_block(config: ReplicaConfig, address: Address) -> int:
     return size or (given if type(given) is int and given > 0 else BLOCK_SIZE)
 
 
+def _width(address: Address, model: str, key: str) -> int:
+    """Returns the dimensions of the server's vectors, by embedding one token. Raises EngineLoadError."""
+    body = msgspec.json.encode(embedding_body([EncodeInput([0])], model))
+    try:
+        status, answer = address.post("/v1/embeddings", body, PROBE_S, key)
+        if status != http.client.OK:
+            raise ServerError(error_message(answer), status)
+        return len(read_embeddings(answer, 1)) // 4
+    except (OSError, http.client.HTTPException, ServerError) as error:
+        hint = "vLLM must have a pooling model of the checkpoint's family"
+        raise EngineLoadError("probe-failed", f"the server gives no embeddings: {error}", hint) from error
+
+
+def _check_pooling(source: Path) -> None:
+    """Raises EngineLoadError for a folder whose vectors vLLM would compute in another way than the other engines."""
+    layout = read_layout(source, "embedding")
+    fact = ""
+    if not (source / "modules.json").is_file():
+        fact = "has no modules.json of sentence-transformers: vLLM would not take the mean of its tokens"
+    elif layout.transformer != source:
+        fact = "has its transformer in a folder of its own, which vLLM does not read"
+    elif (
+        layout.pooling not in POOLED or not layout.pools_prompt or any(isinstance(each, Dense) for each in layout.after)
+    ):
+        fact = "is not pooled by one of cls, mean and lasttoken over all tokens, or has dense layers"
+    if fact:
+        raise EngineLoadError("encoder-unsupported", f"{source} {fact}", "use the engine cpu")
+
+
 def start_vllm(config: ReplicaConfig, held: Iterable[int] = ()) -> CompletionServer:
     """Starts the server and returns when it is ready. ``held``: see `ServerProcess`. Raises EngineLoadError."""
     source = source_of(config)
     settings = text_settings(read_config(source))
     check_length(config.max_len, positions_of(settings))
+    if config.model.kind == "embedding":
+        _check_pooling(source)
     python = config.run.server_python or sys.executable
     installed = installation(python)
     parent = Path(config.run.socket).parent if config.run.socket else Path(tempfile.gettempdir())
@@ -312,6 +350,7 @@ def start_vllm(config: ReplicaConfig, held: Iterable[int] = ()) -> CompletionSer
         env = environment(config, installed, folder) | artifacts.env | ({"VLLM_API_KEY": key} if key else {})
         process = ServerProcess(command, env, folder, grace_s=GRACE_S, held=(*held, *artifacts.held))
         process.wait_ready(address, READY)
+    embeds = config.model.kind == "embedding"
     samples = installed.plugin == "nxd" and config.model.sampling == "device"
     spec = EngineSpec(
         slots=config.model.max_batch,
@@ -319,10 +358,12 @@ def start_vllm(config: ReplicaConfig, held: Iterable[int] = ()) -> CompletionSer
         prefill_buckets=(config.max_len,),
         decode_buckets=(config.max_len,),
         vocab_size=_vocab_size(source, settings),
-        eos_token_ids=eos_token_ids(source, settings),
+        eos_token_ids=frozenset() if embeds else eos_token_ids(source, settings),
         returns="tokens" if samples else "logits",
         device_top_k=DEVICE_TOP_K if samples else 0,
         prefix_block=_prefix_block(config, address),
+        width=_width(address, config.model.name, key) if embeds else 0,
+        scores_prompts=installed.plugin == "cpu",  # those for Neuron devices return no logits of prompts
     )
     return CompletionServer(
         address,
