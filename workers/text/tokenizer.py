@@ -60,6 +60,15 @@ class NoToolsInTemplate(ChatTemplateError):
     """The chat template does not render tools, so the model could not call one."""
 
 
+REASONING_MARKS = (  # around reasoning, in the templates of Qwen3 and many others, Mistral, Seed-OSS, Gemma 4 and gpt-oss
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+    ("<|channel>thought", "<channel|>"),
+    ("<|channel|>analysis<|message|>", "<|end|>"),
+)
+
+
 class TemplateInput(msgspec.Struct, frozen=True):
     """A chat to be rendered by the model's template."""
 

@@ -6,21 +6,18 @@ import json
 from collections.abc import Mapping
 from functools import cache
 from importlib import resources
-from types import MappingProxyType
 from typing import Any, get_args
 
 import msgspec
 
 from orchestrator.gateway.reading.template import ResponseTemplate, TemplateError, load_template
 from placements.spec.schema import ToolParser
+from workers.text.tokenizer import REASONING_MARKS
 
 NONE, AUTO = "none", "auto"
 FAMILIES: tuple[str, ...] = tuple(name for name in get_args(ToolParser) if name not in (NONE, AUTO))
 """The formats of calls; of several whose signs are in a chat template, the first one is chosen."""
 
-REASONING: Mapping[str, tuple[str, str]] = MappingProxyType(  # by the opening marker: its sign in chat templates
-    {"<think>": ("<think>", "</think>"), "[THINK]": ("[THINK]", "[/THINK]")}
-)
 ASSISTANTS = (  # the beginnings of an answer in prompts
     "<|im_start|>assistant",
     "<|start_header_id|>assistant<|end_header_id|>",
@@ -85,7 +82,7 @@ def format_of(setting: str, chat_template: str | None, own: str | None = None) -
     fields = {} if family is None else dict(family.fields)
     markers = None if family is None else family.reasoning
     if markers is None:
-        markers = next((each for sign, each in REASONING.items() if sign in text), None)
+        markers = next((marks for marks in REASONING_MARKS if all(mark in text for mark in marks)), None)
         if markers is not None:
             fields["thinking"] = {"open": markers[0], "close": markers[1]}
     if not fields:

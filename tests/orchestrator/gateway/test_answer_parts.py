@@ -61,7 +61,7 @@ def events_of(text: str, cuts: Sequence[int], finish: FinishReason) -> list[Toke
 
 def choice_for(calling: str, *, streamed: bool) -> Choice:
     if calling == "thinking":
-        return Choice(0, [1, 2, 3], reader=reader_of("hermes", streamed=streamed, chat_template="<think>"))
+        return Choice(0, [1, 2, 3], reader=reader_of("hermes", streamed=streamed, chat_template="<think></think>"))
     parser = reader_of("hermes", calling, streamed=streamed) if calling else None
     return Choice(0, [1, 2, 3], reader=parser)
 
@@ -220,7 +220,7 @@ def test_tokens_of_reasoning_are_counted() -> None:
 def test_a_retry_reads_its_answer_from_the_beginning() -> None:
     """A replica that is lost in the middle of an answer leaves nothing in it."""
     choice = choice_for("thinking", streamed=False)
-    choice.new_reader = lambda: reader_of("hermes", streamed=False, chat_template="<think>")
+    choice.new_reader = lambda: reader_of("hermes", streamed=False, chat_template="<think></think>")
     choice.gather([TokenEvent(id="r", text="<think>Hm", token_ids=[5])])
 
     assert choice.gather(events_of("Yes.", (), FinishReason.STOP), attempt=1) == [Content("Yes.")]

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.gateway.reading.events import CallArguments, CallBegin, Content, Reasoning
-from orchestrator.gateway.reading.families import ASSISTANTS, FAMILIES, REASONING, families, format_of
+from orchestrator.gateway.reading.families import ASSISTANTS, FAMILIES, families, format_of
 from orchestrator.gateway.reading.reader import ForcedReader, RequiredReader, TemplateReader
 from orchestrator.gateway.reading.template import TemplateError, load_template
 from tests.orchestrator.gateway.readers import reader_of
@@ -79,8 +79,8 @@ def test_transformers_reads_the_same_by_our_template(case: dict[str, Any]) -> No
     if names == []:
         pytest.skip("transformers has no such format")
     fields = dict(families()[case["family"]].fields)
-    if case["chat_template"] in REASONING:
-        fields["thinking"] = dict(zip(("open", "close"), REASONING[case["chat_template"]], strict=True))
+    if case["chat_template"]:
+        fields["thinking"] = dict(zip(("open", "close"), case["chat_template"].split(), strict=True))
     chosen = [name for name in fields if name in names or name in ("tags", "thinking")] if names else list(fields)
     template = {name.partition("/")[0]: fields[name] for name in chosen if name != "content/outside"}
     template.setdefault("content", {"repeats": True, "join": ""})
@@ -105,15 +105,15 @@ def _flat(calls: list[Any]) -> list[Any]:
     ("chat_template", "family", "reasoning"),
     [
         ("{{ '<tool_call>' }}", "hermes", None),
-        ("<tool_call> {{ message.reasoning_content }} <think>", "hermes", ("<think>", "</think>")),
-        ("{{ '[TOOL_CALLS]' }} [ARGS] [THINK]", "mistral", ("[THINK]", "[/THINK]")),
+        ("<tool_call> {{ message.reasoning_content }} <think></think>", "hermes", ("<think>", "</think>")),
+        ("{{ '[TOOL_CALLS]' }} [ARGS] [THINK][/THINK]", "mistral", ("[THINK]", "[/THINK]")),
         ("{{ '<|python_tag|>' }}", "llama3", None),
         ('{"name": function name, "parameters": dictionary of argument name and its value}', "llama3", None),
         ("<tool_call>\n<function=example>", "qwen3_coder", None),
-        ("<tool_call>{name}\n<arg_key> <think>", "glm", ("<think>", "</think>")),
-        ("<｜tool▁calls▁begin｜> <think>", "deepseek", ("<think>", "</think>")),
+        ("<tool_call>{name}\n<arg_key> <think></think>", "glm", ("<think>", "</think>")),
+        ("<｜tool▁calls▁begin｜> <think></think>", "deepseek", ("<think>", "</think>")),
         ("<|channel|>", "harmony", ("<|channel|>analysis<|message|>", "<|channel|>final<|message|>")),
-        ("<think>", None, ("<think>", "</think>")),
+        ("<think></think>", None, ("<think>", "</think>")),
     ],
 )
 def test_the_format_is_chosen_by_the_signs_in_the_chat_template(
@@ -132,17 +132,17 @@ def test_the_format_is_chosen_by_the_signs_in_the_chat_template(
 def test_other_models_answer_with_text(chat_template: str | None) -> None:
     """So do those whose spec says `none`."""
     assert format_of("auto", chat_template) is None
-    assert format_of("none", "<tool_call> <think>") is None
+    assert format_of("none", "<tool_call> <think></think>") is None
 
 
 def test_the_template_of_a_checkpoint_comes_first() -> None:
     """One that cannot be read is ignored."""
     own = {"start_anchor": "A:", "fields": {"content": {}, "reasoning": {"open": "((", "close": "))"}}}
 
-    format = format_of("auto", "<think>", json.dumps(own))
+    format = format_of("auto", "<think></think>", json.dumps(own))
     assert format is not None
     assert message(TemplateReader(format.template), ["((a", ")) b"]) == {"reasoning": "a", "content": "b", "calls": []}
-    newer = format_of("auto", "<think>", json.dumps({**own, "version": 2}))
+    newer = format_of("auto", "<think></think>", json.dumps({**own, "version": 2}))
     assert newer is not None
     assert newer.reasoning == ("<think>", "</think>")
 
@@ -170,7 +170,7 @@ def test_a_template_that_cannot_be_used_is_refused_by_name(template: Any, names:
 
 def test_a_forced_call_follows_the_reasoning() -> None:
     """Its JSON is what the template takes for content."""
-    format = format_of("auto", "<think>")
+    format = format_of("auto", "<think></think>")
     assert format is not None
     text = '<think>\nWhich?\n</think>\n\n[{"name": "time", "parameters": {"zone": "CET"}}]'
 
@@ -182,7 +182,7 @@ def test_a_forced_call_follows_the_reasoning() -> None:
 
 def test_a_reader_says_whether_it_is_in_reasoning() -> None:
     """From the opening mark to the closing one, which may be in the prompt."""
-    format = format_of("auto", "<think>")
+    format = format_of("auto", "<think></think>")
     assert format is not None
     reader = TemplateReader(format.template, message="<think>\n")
     states = [reader.in_reasoning]
@@ -234,7 +234,7 @@ def test_any_text_is_read_alike_however_it_is_cut(family: str, data: st.DataObje
 
     def read(pieces: list[str]) -> Any:
         try:
-            return message(reader_of(family, streamed=streamed, chat_template="<think>", tools=TOOLS), pieces)
+            return message(reader_of(family, streamed=streamed, chat_template="<think></think>", tools=TOOLS), pieces)
         except json.JSONDecodeError:  # a streamed call that was cut off or broken
             assert streamed
             return None
