@@ -79,7 +79,7 @@ class Generation:
         tokenizer = self._tokenizers.loaded(routes)
         if not isinstance(tokenizer, ByteTokenizer) or len(exchange.request.body) > INLINE_BYTES:
             return self._start_later(exchange, body, queue)
-        self._start(exchange, body, queue, prompts_of(body, tokenizer, routes.tool_parser))
+        self._start(exchange, body, queue, prompts_of(body, tokenizer, routes.response_template))
         return None
 
     def forward(self, exchange: Exchange, body: ForwardedFields, queue: ModelQueue) -> None:
@@ -158,7 +158,7 @@ class Generation:
 
         def work(tokenizer: PromptTokenizer, routes: ModelRoutes) -> Callable[[], Prompts]:
             limits = queue.links.limits.within(self._settings.max_prompt_tokens)
-            return functools.partial(prompts_of, body, tokenizer, routes.tool_parser, limits)
+            return functools.partial(prompts_of, body, tokenizer, routes.response_template, limits)
 
         return await self.tokenized(exchange, queue, work)
 

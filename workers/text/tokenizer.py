@@ -74,6 +74,8 @@ class TemplateInput(msgspec.Struct, frozen=True):
 class PromptTokenizer(Protocol):
     """The interface of a tokenizer in a gateway. All methods may be called from several threads at once."""
 
+    def __hash__(self) -> int: ...
+
     @property
     def vocab_size(self) -> int:
         """Ids are below this. The model's own vocabulary may be larger (padded) or smaller."""
@@ -105,6 +107,16 @@ class PromptTokenizer(Protocol):
 
     def chat_template(self, tools: bool) -> str | None:
         """Returns the template of chats with or without tools; None where there is none."""
+        ...
+
+    @property
+    def response_template(self) -> Any:
+        """The checkpoint's description of its answers, from tokenizer_config.json; None where there is none."""
+        ...
+
+    @property
+    def special_tokens(self) -> Sequence[str]:
+        """The texts of special tokens."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -204,6 +216,8 @@ class ByteTokenizer:
 
     EOS_ID = 256
     vocab_size = 257
+    response_template: Any = None
+    special_tokens: Sequence[str] = ()
 
     def encode(self, text: str, add_special_tokens: bool = True, *, most: int | None = None) -> list[int]:
         data = unicode(text).encode()
@@ -285,6 +299,10 @@ class HubTokenizer:
         if lower_case:
             lower_case_first(self._fast)
         self.vocab_size = len(loaded)
+        # transformers before 5.13 keeps it with the other arguments
+        self.response_template = getattr(loaded, "response_template", loaded.init_kwargs.get("response_template"))
+        added = self._fast.get_added_tokens_decoder().values()
+        self.special_tokens: Sequence[str] = [token.content for token in added if token.special]
         self._token_bytes = _token_decoder(self._fast)
         self._lengths: TokenLengths | None = token_lengths(self._fast, _byte_of_character())
 

@@ -14,8 +14,8 @@ import msgspec
 from orchestrator.gateway.anthropic.requests import MessagesChat
 from orchestrator.gateway.http.exchange import Exchange
 from orchestrator.gateway.openai.answers import Choice, PartsWriter, Text, whole_parts
-from orchestrator.gateway.openai.call_text import completed_object
 from orchestrator.gateway.openai.errors import ApiError
+from orchestrator.gateway.reading.call_text import completed_object
 from orchestrator.gateway.reading.events import CallArguments, CallBegin, Content, Event
 from workers.messages.requests import FinishReason, TokenEvent
 

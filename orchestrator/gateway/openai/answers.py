@@ -17,7 +17,7 @@ from msgspec import UNSET, UnsetType
 from orchestrator.gateway.http.exchange import JSON, Exchange
 from orchestrator.gateway.openai.errors import ApiError
 from orchestrator.gateway.openai.protocol import ChatRequest, CompletionRequest, DocumentText
-from orchestrator.gateway.reading.events import AnswerReader, CallArguments, CallBegin, Content, Event
+from orchestrator.gateway.reading.events import AnswerReader, CallArguments, CallBegin, Content, Event, Reasoning
 from workers.messages.requests import FinishReason, TokenEvent, TokenLogprobs
 
 _encode = msgspec.json.encode
@@ -576,7 +576,8 @@ def events_of(choice: Choice, event: TokenEvent) -> list[Event]:
     if reader is None:
         return [Content(event.text)] if event.text else []
     read = reader.push(event.text) if event.text else []
-    return read if event.finish is None else [*read, *reader.flush()]
+    read = read if event.finish is None else [*read, *reader.flush()]
+    return [piece for piece in read if not isinstance(piece, Reasoning)]
 
 
 def whole_parts(choice: Choice, events: Sequence[TokenEvent]) -> list[Part]:

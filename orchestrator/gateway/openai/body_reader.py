@@ -135,10 +135,6 @@ def _check_calling(request: ChatRequest) -> None:
     if SamplingFields.guide(request) is not None:
         message = "response_format cannot be combined with tool calls; send tool_choice: none, or no tools"
         raise invalid(message, param="response_format")
-    if request.calling == "auto":
-        # Some models mark calls with a special token, such as Mistral's [TOOL_CALLS], which must stay in the text. The
-        # tokens that end an answer are never part of it.
-        request.skip_special_tokens = False
 
 
 def read_tokenize(body: bytes) -> TokenizeTextRequest | TokenizeChatRequest:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
@@ -23,8 +23,7 @@ from orchestrator.gateway.openai.protocol import (
     TokenizeChatRequest,
     TokenizeTextRequest,
 )
-from orchestrator.gateway.openai.tool_parsers import FORMATS, Format, detect_format, make_parser
-from orchestrator.gateway.reading.events import AnswerReader
+from orchestrator.gateway.reading.families import ReaderFactory, reading_of
 from workers.messages.requests import GenerateRequest
 from workers.text.tokenizer import (
     ChatTemplateError,
@@ -35,6 +34,8 @@ from workers.text.tokenizer import (
     TooManyTokens,
 )
 
+MAX_BEGINNING_TOKENS = 64  # of an answer that the chat template writes, such as <think>
+MAX_CONTINUED_TOKENS = 4096  # of an answer that the client has begun
 MAX_TOKENIZED_TOKENS = 2**18  # of one answer; or the model's max_len, if that is more
 
 
@@ -63,41 +64,46 @@ def chat_prompt(request: Chat, tokenizer: PromptTokenizer, most: int | None = No
         raise errors.invalid(f"messages: {error}", param="messages", code="chat_template_failed") from None
 
 
-def tool_parser_for(
-    request: ChatRequest, setting: str, tokenizer: PromptTokenizer
-) -> Callable[[], AnswerReader] | None:
-    """Returns a function that makes a parser for each choice; None for an answer that is only text.
+def readers_for(
+    request: ChatRequest, setting: str, tokenizer: PromptTokenizer, prompt: Sequence[int]
+) -> ReaderFactory | None:
+    """Returns a function that makes a reader for each choice; None for an answer that is only text.
 
-    ``setting`` is the model's `tool_parser`. Called after ``chat_prompt``, which rejects tools that the template does
-    not support. Raises ApiError 400 if calls are allowed but could not be read.
+    ``setting`` is the model's `response_template`. Called after ``chat_prompt``, which rejects tools that the template
+    does not support; ``prompt`` is its result. A reader gets the text with special tokens, since some mark reasoning
+    and calls; the tokens that end an answer are never part of it. Raises ApiError 400 if calls are allowed but could
+    not be read.
     """
     calling = request.calling
-    if calling == "none":
+    reading = reading_of(setting, tokenizer, calling != "none")
+    if calling == "none" and not reading.reasons:
         return None
-    format = format_of(setting, tokenizer)
-    only_one = request.parallel_tool_calls is False
-    streamed = bool(request.stream)
-    if isinstance(calling, NamedTool):
-        name = calling.function.name
-        return lambda: make_parser(format, "named", streamed=streamed, name=name)
-    if calling == "auto" and format is None:
+    if calling == "auto" and not reading.calls:
         message = (
             f"{request.model}: the format of this model's tool calls is unknown; send tool_choice 'required' or a "
-            "function's name, which work with any model, or set the model's tool_parser in the spec"
+            "function's name, which work with any model, or set the model's response_template in the spec"
         )
         raise errors.invalid(message, param="tool_choice", code="tools_not_supported")
-    return lambda: make_parser(format, calling, streamed=streamed, only_one=only_one)
+    if request.skip_special_tokens is False:  # the client wants them
+        reading = replace(reading, dropped=None)
+    request.skip_special_tokens = False
+    continues = bool(request.continue_final_message)
+    seen = MAX_CONTINUED_TOKENS if continues else MAX_BEGINNING_TOKENS if reading.reasons else 0
+    tools = () if calling == "none" else request.tools or ()
+    return ReaderFactory(
+        reading,
+        "named" if isinstance(calling, NamedTool) else calling,
+        calling.function.name if isinstance(calling, NamedTool) else "",
+        {tool.function.name: tool.schema().get("properties") or {} for tool in tools},
+        tokenizer.decode(prompt[-seen:]) if seen else "",
+        streamed=bool(request.stream),
+        only_one=request.parallel_tool_calls is False,
+        first_call=sum(len(message.tool_calls or ()) for message in request.messages),
+    )
 
 
-def format_of(setting: str, tokenizer: PromptTokenizer) -> Format | None:
-    """Returns the format of the model's calls by its `tool_parser`; `auto` detects it in the chat template."""
-    if setting == "auto":
-        return detect_format(tokenizer.chat_template(tools=True))
-    return next((format for format in FORMATS if format == setting), None)
-
-
-# The token ids of each prompt, the text of it to echo, and the factory of tool call parsers.
-Prompts = tuple[list[list[int]], list[str], Callable[[], AnswerReader] | None]
+# The token ids of each prompt, the text of it to echo, and the factory of readers.
+Prompts = tuple[list[list[int]], list[str], ReaderFactory | None]
 
 
 @dataclass(frozen=True)
@@ -121,26 +127,26 @@ class RequestLimits:
 def prompts_of(
     request: ChatRequest | CompletionRequest,
     tokenizer: PromptTokenizer,
-    tool_parser: str,
+    response_template: str,
     limits: RequestLimits | None = None,
 ) -> Prompts:
-    """Renders and tokenizes the prompts of a request; ``tool_parser`` is the model's. Raises ApiError 400; with
+    """Renders and tokenizes the prompts of a request; ``response_template`` is the model's. Raises ApiError 400; with
     ``limits`` also for a prompt that is too long, which is then not tokenized to its end."""
     most = None if limits is None else limits.longest_prompt
     try:
-        return _prompts_within(most, request, tokenizer, tool_parser)
+        return _prompts_within(most, request, tokenizer, response_template)
     except TooManyTokens as error:
         assert limits is not None
         raise _too_long(request, error.count, limits, exact=error.exact) from None
 
 
 def _prompts_within(
-    most: int | None, request: ChatRequest | CompletionRequest, tokenizer: PromptTokenizer, tool_parser: str
+    most: int | None, request: ChatRequest | CompletionRequest, tokenizer: PromptTokenizer, response_template: str
 ) -> Prompts:
     """Tokenizes the prompts. Raises TooManyTokens for a prompt of more than ``most`` tokens."""
     if isinstance(request, ChatRequest):
         ids = chat_prompt(request, tokenizer, most)
-        return [ids], [""], tool_parser_for(request, tool_parser, tokenizer)
+        return [ids], [""], readers_for(request, response_template, tokenizer, ids)
     parts = request.prompts()
     try:
         prompts = [

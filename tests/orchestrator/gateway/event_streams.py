@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from orchestrator.gateway.openai.call_text import completed_object
+from orchestrator.gateway.reading.call_text import completed_object
 
 
 def read_events(text: str) -> list[dict[str, Any]]:

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from orchestrator.gateway.anthropic.answers import MessagesAnswer
 from orchestrator.gateway.openai.answers import Choice
-from orchestrator.gateway.openai.call_text import completed_object
 from orchestrator.gateway.openai.errors import engine_failed
-from orchestrator.gateway.openai.tool_parsers import Format, make_parser
+from orchestrator.gateway.reading.call_text import completed_object
+from orchestrator.gateway.reading.families import AnswerReading, ReaderFactory, family_template
 from orchestrator.gateway.responses.answers import Response, ResponsesAnswer
 from orchestrator.gateway.responses.requests import read_responses
 from tests.orchestrator.gateway.event_streams import joined_message, joined_response, read_events, without_ids
@@ -40,9 +40,8 @@ def events_of(text: str, cuts: Sequence[int], finish: FinishReason) -> list[Toke
 
 
 def choice_for(calling: str, *, streamed: bool) -> Choice:
-    format: Format = "hermes"
-    parser = make_parser(format, calling, streamed=streamed, name="f") if calling else None
-    return Choice(0, [1, 2, 3], reader=parser)
+    factory = ReaderFactory(AnswerReading(family_template("hermes")), calling, "f", streamed=streamed)
+    return Choice(0, [1, 2, 3], reader=factory() if calling else None)
 
 
 def message(text: str, cuts: Sequence[int], finish: FinishReason, calling: str) -> dict[str, Any]:

@@ -118,7 +118,7 @@ def test_calls_are_blocks_of_their_own(place: Place) -> None:
     message = place.ask(CALLS, tools=TOOLS).json()
 
     assert without_ids(message)["content"] == [
-        {"type": "text", "text": "Wait. "},
+        {"type": "text", "text": "Wait."},
         {"type": "tool_use", "name": "get_weather", "input": WEATHER},
         {"type": "tool_use", "name": "now", "input": {}},
     ]
