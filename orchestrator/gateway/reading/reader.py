@@ -15,16 +15,17 @@ import json
 import secrets
 import string
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import regex
 
 from orchestrator.gateway.reading.call_text import ARGUMENTS, SPACE, CallText, CharacterRole
-from orchestrator.gateway.reading.content import MAX_MATCH_S, Match, Unreadable, parse, transformed, typed
+from orchestrator.gateway.reading.content import MAX_MATCH_S, Match, Pattern, Unreadable, parse, transformed, typed
 from orchestrator.gateway.reading.events import CallArguments, CallBegin, Content, Event, Reasoning
 from orchestrator.gateway.reading.template import Anchor, ResponseTemplate, TemplateField
 
-MAX_PIECE_CHARACTERS = 2048  # that are read at once, so that a search of a pattern is short
+MAX_PIECE_CHARACTERS = 512  # that are read at once, so that a search of a pattern is short
 CONTEXT_CHARACTERS = 256  # of earlier text that patterns may look behind at
 _ALPHANUMERIC = string.ascii_letters + string.digits
 
@@ -126,7 +127,12 @@ class TemplateReader:
     def _in_text(self) -> bool:
         """Reads up to the next anchor."""
         text, found, hold = self._text, None, len(self._text)
-        for anchor, opened in self._anchors():
+        gate, anchors = watched(self._template, self._field, self._dropped, self._silent)
+        if gate is not None and self._at < hold:
+            near = gate.search(text, self._at, partial=True, timeout=MAX_MATCH_S)
+            if near is None or near.start() == hold:  # no anchor begins here
+                anchors = ()
+        for anchor, opened in anchors:
             match, certain = anchor.search(text, self._at, self._final)
             if match is None:
                 continue
@@ -140,20 +146,6 @@ class TemplateReader:
         begin, self._at = self._at, hold
         self._say(text[begin:hold])
         return False
-
-    def _anchors(self) -> list[tuple[Anchor, TemplateField | None]]:
-        """Returns the anchors that may come next, with the field that each opens."""
-        close: list[tuple[Anchor, TemplateField | None]] = []
-        if self._field.close is not None:
-            close.append((self._field.close, None))
-        if self._field.role == "calls":
-            return close
-        drop = [] if self._dropped is None else [(self._dropped, _DROPPED)]
-        if self._field is not self._implicit:
-            return [*close, *drop]
-        fields = self._template.fields
-        opens = [(field.open, field) for field in fields if field.open and not (self._silent and field.role == "calls")]
-        return [*opens, *close, *drop]
 
     def _anchored(self, match: Match, opened: TemplateField | None) -> bool:
         self._say(self._text[self._at : match.start()])
@@ -338,6 +330,30 @@ class TemplateReader:
 
     def _new_id(self, name: str) -> str:
         return new_id(self._template.ids, name, self._first_call + self._calls - 1)
+
+
+@lru_cache(maxsize=1024)
+def watched(
+    template: ResponseTemplate, field: TemplateField, dropped: Anchor | None, silent: bool
+) -> tuple[Pattern | None, tuple[tuple[Anchor, TemplateField | None], ...]]:
+    """Returns the anchors that may come next in a field, with the field that each opens, and a pattern that matches
+    where any of them may begin. In the prompt, which is ``silent``, calls are not read."""
+    anchors: list[tuple[Anchor, TemplateField | None]] = []
+    if field.open is None:
+        opens = (other for other in template.fields if other.open and not (silent and other.role == "calls"))
+        anchors += [(opened.open, opened) for opened in opens if opened.open is not None]
+    if field.close is not None:
+        anchors.append((field.close, None))
+    if dropped is not None and field.role != "calls":
+        anchors.append((dropped, _DROPPED))
+    patterns = [anchor.pattern for anchor, _ in anchors]
+    words = {name: value for pattern in patterns for name, value in pattern.named_lists.items()}
+    gate = "|".join(f"(?:{pattern.pattern})" for pattern in patterns)
+    joined = None
+    if len(patterns) > 1 and not regex.search(r"\\[1-9]", gate):  # numbers of groups change in it
+        with contextlib.suppress(regex.error):
+            joined = regex.compile(gate, regex.DOTALL, **words)
+    return joined, tuple(anchors)
 
 
 _ANY = TemplateField("content", None, None, "text", {}, "\n", None, False)

@@ -131,13 +131,17 @@ def test_a_pattern_that_does_not_end_leaves_the_text_as_content() -> None:
 
 
 def joined(events: list[Event]) -> tuple[str, list[tuple[str, str]]]:
-    """The content, and name and arguments of each call; a call's pieces come in order, its beginning first."""
-    content = ""
+    """The content, with the reasoning in front, and name and arguments of each call; a call's pieces come in order, its
+    beginning first."""
+    content = reasoning = ""
     calls: list[Any] = []
     for event in events:
         if isinstance(event, Content):
             assert event.text, "an empty piece"
             content += event.text
+        elif isinstance(event, Reasoning):
+            assert event.text, "an empty piece"
+            reasoning += event.text
         elif isinstance(event, CallBegin):
             assert event.index == len(calls)
             calls.append((event.name, ""))
@@ -146,7 +150,7 @@ def joined(events: list[Event]) -> tuple[str, list[tuple[str, str]]]:
             assert event.index == len(calls) - 1, "more of a call that was over"
             assert event.text, "an empty piece"
             calls[-1] = (calls[-1][0], calls[-1][1] + event.text)
-    return content, calls
+    return (f"reasoning {reasoning}: {content}" if reasoning else content), calls
 
 
 def reader_of(
