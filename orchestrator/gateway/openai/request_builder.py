@@ -86,7 +86,8 @@ def readers_for(
         raise errors.invalid(message, param="tool_choice", code="tools_not_supported")
     if request.skip_special_tokens is False:  # the client wants them
         reading = replace(reading, dropped=None)
-    request.skip_special_tokens = False
+    if calling == "auto" or reading.reasons:
+        request.skip_special_tokens = False
     continues = bool(request.continue_final_message)
     seen = MAX_CONTINUED_TOKENS if continues else MAX_BEGINNING_TOKENS if reading.reasons else 0
     tools = () if calling == "none" else request.tools or ()

@@ -352,7 +352,7 @@ def watched(
     joined = None
     if len(patterns) > 1 and not regex.search(r"\\[1-9]", gate):  # numbers of groups change in it
         with contextlib.suppress(regex.error):
-            joined = regex.compile(gate, regex.DOTALL, **words)
+            joined = regex.compile(gate, regex.DOTALL, **words)  # type: ignore[arg-type]
     return joined, tuple(anchors)
 
 

@@ -125,7 +125,7 @@ def test_tool_calls_have_openais_format(place: Place, model: str) -> None:
         ("now", {}),
     ]
     assert len({call.id for call in calls}) == 2
-    assert choice.message.content == ("Wait. " if model == "hermes" else None)
+    assert choice.message.content == ("Wait." if model == "hermes" else None)
     assert choice.finish_reason == "tool_calls"
     assert place.engines[model].prompts[-1].startswith(f"{MARKS[model]} {json.dumps(TOOLS[:1])[:-1]}")
 
@@ -145,7 +145,7 @@ def test_joined_streamed_calls_equal_unstreamed_ones(place: Place, model: str) -
     assert [json.loads(text) for text in joined] == [PARIS, {}]
     assert len(pieces) > 6
     content = "".join(chunk["delta"].get("content") or "" for chunk in chunks)
-    assert content == ("Wait. " if model == "hermes" else "")
+    assert content == ("Wait." if model == "hermes" else "")
     assert [chunk["finish_reason"] for chunk in chunks if chunk["finish_reason"]] == ["tool_calls"]
 
 
