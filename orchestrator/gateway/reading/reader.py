@@ -200,7 +200,8 @@ class TemplateReader:
 
     def _open_call(self) -> None:
         name = self._groups["name"] if self._field.json_call == "arguments" else None
-        self._call = CallText(name, None if self._opening.strip() else _KEYS)
+        unmarked = self._field.json_call == "object" and not self._opening.strip()
+        self._call = CallText(name, _KEYS if unmarked else None)
         self._emitted, self._state = 0, self._in_json
 
     def _in_json(self) -> bool:
