@@ -161,7 +161,7 @@ def _model_routes(state: FleetState, model: ModelSpec, closing: bool) -> ModelRo
         aliases=list(model.aliases),
         request_defaults=model.defaults_by_name,
         adapters=[name for name in model.adapters if all(name in state.configs[view.id].adapters for view in views)],
-        tool_parser=model.tool_parser,
+        response_template=model.response_template,
         canary=canary,
         canaries=[view.id for view in views if view.version == version] if canary is not None else [],
         replicas=_routes(state, views, closing),

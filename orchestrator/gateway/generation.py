@@ -85,7 +85,7 @@ class Generation:
         tokenizer = self._tokenizers.loaded(routes)
         if not isinstance(tokenizer, ByteTokenizer) or len(exchange.request.body) > INLINE_BYTES:
             return self._start_later(exchange, body, queue)
-        self._start(exchange, body, queue, prompts_of(body, tokenizer, routes.tool_parser))
+        self._start(exchange, body, queue, prompts_of(body, tokenizer, routes.response_template))
         return None
 
     def forward(self, exchange: Exchange, body: ForwardedFields, queue: ModelQueue) -> None:
@@ -164,7 +164,7 @@ class Generation:
 
         def work(tokenizer: PromptTokenizer, routes: ModelRoutes) -> Callable[[], Prompts]:
             limits = queue.links.limits.within(self._settings.max_prompt_tokens)
-            return functools.partial(prompts_of, body, tokenizer, routes.tool_parser, limits)
+            return functools.partial(prompts_of, body, tokenizer, routes.response_template, limits)
 
         return await self.tokenized(exchange, queue, work)
 
@@ -196,7 +196,7 @@ class Generation:
         """Returns the requests for the replicas. Raises ApiError 400."""
         limits = queue.links.limits.within(self._settings.max_prompt_tokens)
         most = default_tokens(body, queue.routes.defaults(body.model))
-        requests = requests_for(body, prompts[0], limits, most, ids, is_read=prompts[2] is not None)
+        requests = requests_for(body, prompts[0], limits, most, ids, is_read=prompts[2] is not None and prompts[2].reading.reasons)
         if requests[0].prompt_logprobs is not None and not queue.routes.scores_prompts:
             field = "echo" if body.prompt_logprobs is None else "prompt_logprobs"
             raise errors.prompts_not_scored(body.model, queue.routes.engine, field)

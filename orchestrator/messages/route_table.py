@@ -63,7 +63,7 @@ class ModelRoutes(msgspec.Struct, frozen=True, kw_only=True):
     aliases: list[str] = []  # other names of the model
     request_defaults: dict[str, dict[str, Any]] = {}  # by name: fields -> their values in a request without them
     adapters: list[str] = []  # LoRA adapters that all replicas have
-    tool_parser: str = "auto"  # the spec's format of tool calls
+    response_template: str = "auto"  # the spec's format of answers
     canary: float | None = None  # share of the requests that goes to the canary version
     canaries: list[str] = []  # ids of the replicas of that version
     replicas: list[Route]

@@ -84,7 +84,7 @@ def settings_of_the_kind(case: Case) -> Iterator[Problem]:
         why, hint = f"{here}, which encodes no inputs", "set ttft_ms, tpot_ms or queue_ms"
         yield from unused(case, why, "objectives.items_per_second", hint=hint)
         return
-    yield from unused(case, here, "tool_parser", "trust_remote_code")
+    yield from unused(case, here, "response_template", "trust_remote_code")
     for fields, hint, _, id, encoding in capabilities(case.engine).unused:
         if encoding:
             yield from unused(case, here, *fields, hint=hint, id=id)

@@ -46,19 +46,22 @@ MAX_HOSTS = 4096
 
 GroupQueryAttention = Literal["shard-over-heads", "shard-over-batch", "replicated-heads", "all-gather-heads"]
 Sampling = Literal["host", "device"]
-ToolParser = Literal[  # families by their signs in chat templates, the most specific first
+AnswerFormat = Literal[
     "auto",
-    "harmony",
-    "kimi",
     "deepseek",
-    "mistral",
-    "qwen3_coder",
+    "gemma3",
     "glm",
+    "gpt-oss",
     "granite",
-    "phi4",
     "hermes",
-    "pythonic",
+    "kimi-k2",
     "llama3",
+    "llama4",
+    "minimax",
+    "mistral",
+    "phi4-mini",
+    "qwen3-coder",
+    "think",
     "none",
 ]
 QueueOrder = Literal["fair", "deadline"]
@@ -287,9 +290,9 @@ class ModelSpec(Frozen):
     managed_by: Live[Name | None] = None
     """The system that added the model to the running fleet, and removes it: `sagemaker`
     ([sagemaker.md](sagemaker.md)). Not in `defaults`."""
-    tool_parser: Live[ToolParser] = "auto"
-    """The format of the model's tool calls. `auto` detects it; `none` returns answers as text. See
-    Tools."""
+    response_template: Live[AnswerFormat] = "auto"
+    """The format of the model's reasoning and tool calls. `auto` is the tokenizer's own, or detected from the chat
+    template; `none` reads neither. See Tools."""
     threads: Process[
         Annotated[
             Literal["share", "lmi"] | Annotated[StrictInt, Field(ge=1, le=1024)],

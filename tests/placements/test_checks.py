@@ -861,7 +861,7 @@ def test_degrees_are_suggested_only_if_they_have_the_memory() -> None:
         ("{a: {engine: echo, aliases: {b: }}, b: {engine: echo}}", ["alias-taken 1:38"]),
         ("{a: {engine: echo, aliases: [x]}, b: {engine: echo, aliases: {y: {seed: 1}, x: }}}", ["alias-taken 1:85"]),
         ("{a: {engine: echo, aliases: {' x': }}}", ["bad-name 1:38"]),
-        ("{a: {engine: echo, tool_parser: xml}}", ["unknown-value 1:28"]),
+        ("{a: {engine: echo, response_template: xml}}", ["unknown-value 1:28"]),
     ],
 )
 def test_a_name_identifies_one_model(models: str, expected: list[str]) -> None:

@@ -6,8 +6,15 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from workers.messages.requests import GenerateRequest
-from workers.text.tokenizer import REASONING_MARKS, Tokenizer
+from workers.text.tokenizer import Tokenizer
 
+MARKS = (  # around reasoning, in the templates of Qwen3 and many others, Mistral, Seed-OSS, gpt-oss and Gemma 4
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+    ("<|channel|>analysis<|message|>", "<|end|>"),
+    ("<|channel>thought", "<channel|>"),
+)
 PROMPT_END_TOKENS = 64  # of a prompt, where the template may have begun the reasoning
 
 
@@ -22,7 +29,7 @@ def reasoning_marks(tokenizer: Tokenizer) -> ReasoningMarks | None:
     """Returns the marks of a model's reasoning; None without a chat template that has known ones. An end of several
     tokens does not count: a model could write it in others, and would then end its reasoning twice."""
     template = tokenizer.chat_template(tools=False) or ""
-    for begin, end in REASONING_MARKS:
+    for begin, end in MARKS:
         if begin in template and end in template:
             first, last = (tokenizer.encode(mark, add_special_tokens=False) for mark in (begin, end))
             return ReasoningMarks(first, last[0]) if len(last) == 1 else None

@@ -60,15 +60,6 @@ class NoToolsInTemplate(ChatTemplateError):
     """The chat template does not render tools, so the model could not call one."""
 
 
-REASONING_MARKS = (  # around reasoning, in the templates of Qwen3 and many others, Mistral, Seed-OSS, Gemma 4 and gpt-oss
-    ("<think>", "</think>"),
-    ("[THINK]", "[/THINK]"),
-    ("<seed:think>", "</seed:think>"),
-    ("<|channel>thought", "<channel|>"),
-    ("<|channel|>analysis<|message|>", "<|end|>"),
-)
-
-
 class TemplateInput(msgspec.Struct, frozen=True):
     """A chat to be rendered by the model's template."""
 
@@ -82,6 +73,8 @@ class TemplateInput(msgspec.Struct, frozen=True):
 
 class PromptTokenizer(Protocol):
     """The interface of a tokenizer in a gateway. All methods may be called from several threads at once."""
+
+    def __hash__(self) -> int: ...
 
     @property
     def vocab_size(self) -> int:
@@ -117,8 +110,13 @@ class PromptTokenizer(Protocol):
         ...
 
     @property
-    def response_template(self) -> str | None:
-        """The checkpoint's description of answers, as JSON (transformers' `response_template`); None: it has none."""
+    def response_template(self) -> Any:
+        """The checkpoint's description of its answers, from tokenizer_config.json; None where there is none."""
+        ...
+
+    @property
+    def special_tokens(self) -> Sequence[str]:
+        """The texts of special tokens."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -218,6 +216,8 @@ class ByteTokenizer:
 
     EOS_ID = 256
     vocab_size = 257
+    response_template: Any = None
+    special_tokens: Sequence[str] = ()
 
     def encode(self, text: str, add_special_tokens: bool = True, *, most: int | None = None) -> list[int]:
         data = unicode(text).encode()
@@ -243,10 +243,6 @@ class ByteTokenizer:
         return self.encode("".join(lines) + ("assistant:" if chat.add_generation_prompt else ""), most=most)
 
     def chat_template(self, tools: bool) -> str | None:
-        return None
-
-    @property
-    def response_template(self) -> str | None:
         return None
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -303,6 +299,10 @@ class HubTokenizer:
         if lower_case:
             lower_case_first(self._fast)
         self.vocab_size = len(loaded)
+        # transformers before 5.13 keeps it with the other arguments
+        self.response_template = getattr(loaded, "response_template", loaded.init_kwargs.get("response_template"))
+        added = self._fast.get_added_tokens_decoder().values()
+        self.special_tokens: Sequence[str] = [token.content for token in added if token.special]
         self._token_bytes = _token_decoder(self._fast)
         self._lengths: TokenLengths | None = token_lengths(self._fast, _byte_of_character())
 
@@ -383,11 +383,6 @@ class HubTokenizer:
         if isinstance(template, Mapping):
             template = (template.get("tool_use") if tools else None) or template.get("default")
         return None if template is None else str(template)
-
-    @property
-    def response_template(self) -> str | None:
-        template = self._hub.init_kwargs.get("response_template") or getattr(self._hub, "response_template", None)
-        return json.dumps(template) if isinstance(template, dict) else None
 
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self._fast.decode_batch([list(ids)], skip_special_tokens=False)[0]  # `decode` holds the GIL

@@ -277,6 +277,7 @@ class TokenizerProcess:
         self.vocab_size = loaded.vocab_size
         self._templates = loaded.templates
         self.response_template = loaded.response_template
+        self.special_tokens: Sequence[str] = loaded.special_tokens
 
     def encode(self, text: str, add_special_tokens: bool = True, *, most: int | None = None) -> list[int]:
         return cast(list[int], self._call("encode", unicode(text), add_special_tokens, most=most))

@@ -48,7 +48,8 @@ class Loaded(msgspec.Struct):
 
     vocab_size: int
     templates: list[str | None]  # the chat template without and with tools
-    response_template: str | None
+    response_template: Any
+    special_tokens: list[str]
     bytes: int  # of memory that it does not share with the nursery
 
 
@@ -108,7 +109,8 @@ def _load_and_fork(control: socket.socket) -> None:
     templates = [tokenizer.chat_template(False), tokenizer.chat_template(True)]
     gc.freeze()
     private = _bytes_of("smaps_rollup", "Private_Dirty:")
-    connection.send_bytes(_encoded("", Loaded(tokenizer.vocab_size, templates, tokenizer.response_template, private)))
+    own, special = tokenizer.response_template, list(tokenizer.special_tokens)
+    connection.send_bytes(_encoded("", Loaded(tokenizer.vocab_size, templates, own, special, private)))
     _fork_on(control, lambda end: _serve(Connection(end.detach()), tokenizer))
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from operator import attrgetter
 from typing import Any
 
@@ -28,17 +28,7 @@ from orchestrator.gateway.openai.protocol import (
     TokenizeTextRequest,
 )
 from orchestrator.gateway.openai.template_variables import template_variables, thinking_budget
-from orchestrator.gateway.reading.events import AnswerReader
-from orchestrator.gateway.reading.families import format_of
-from orchestrator.gateway.reading.reader import (
-    ForcedReader,
-    NamedReader,
-    NewId,
-    RequiredReader,
-    TemplateReader,
-    call_id,
-    mistral_id,
-)
+from orchestrator.gateway.reading.families import ReaderFactory, reading_of
 from workers.messages.requests import GenerateRequest
 from workers.text.tokenizer import (
     ChatTemplateError,
@@ -49,6 +39,8 @@ from workers.text.tokenizer import (
     TooManyTokens,
 )
 
+MAX_BEGINNING_TOKENS = 64  # of an answer that the chat template writes, such as <think>
+MAX_CONTINUED_TOKENS = 4096  # of an answer that the client has begun
 MAX_TOKENIZED_TOKENS = 2**18  # of one answer; or the model's max_len, if that is more
 
 
@@ -112,59 +104,47 @@ def with_few_system_messages(messages: Sequence[dict[str, Any]], kept: int) -> l
     return [*few, {"role": "user", "content": "\n\n".join(waiting)}] if waiting else few
 
 
-MESSAGE_TOKENS = 64  # at the end of a prompt, in which the answer's message begins
-CONTINUED_TOKENS = 4096  # of a message that the answer continues
-
-
-def reader_for(
-    request: ChatRequest, setting: str, tokenizer: PromptTokenizer, ids: Sequence[int]
-) -> Callable[[], AnswerReader] | None:
+def readers_for(
+    request: ChatRequest, setting: str, tokenizer: PromptTokenizer, prompt: Sequence[int]
+) -> ReaderFactory | None:
     """Returns a function that makes a reader for each choice; None for an answer that is only text.
 
-    ``setting`` is the model's `tool_parser`, ``ids`` the prompt. Called after ``chat_prompt``, which rejects tools that
-    the template does not support. Special tokens then stay in the text, since some mark calls or reasoning; the tokens
-    that end an answer are never part of it. Raises ApiError 400 if calls are allowed but could not be read.
+    ``setting`` is the model's `response_template`. Called after ``chat_prompt``, which rejects tools that the template
+    does not support; ``prompt`` is its result. A reader gets the text with special tokens, since some mark reasoning
+    and calls; the tokens that end an answer are never part of it. Raises ApiError 400 if calls are allowed but could
+    not be read.
     """
     calling = request.calling
-    format = format_of(setting, tokenizer.chat_template(tools=calling != "none"), tokenizer.response_template)
-    if calling == "auto" and (format is None or not format.has_calls):
+    reading = reading_of(setting, tokenizer, calling != "none")
+    if calling == "none" and not reading.reasons:
+        return None
+    if calling == "auto" and not reading.calls:
         message = (
             f"{request.model}: the format of this model's tool calls is unknown; send tool_choice 'required' or a "
-            "function's name, which work with any model, or set the model's tool_parser in the spec"
+            "function's name, which work with any model, or set the model's response_template in the spec"
         )
         raise errors.invalid(message, param="tool_choice", code="tools_not_supported")
-    has_reasoning = format is not None and format.template.has_reasoning
-    new_id = mistral_id if format is not None and format.has_short_ids else call_id
-    streamed, only_one = bool(request.stream), request.parallel_tool_calls is False
-    if not has_reasoning and calling != "auto":
-        return None if calling == "none" else partial(_forced, calling, new_id, streamed=streamed, only_one=only_one)
-    assert format is not None
-    request.skip_special_tokens = False
-    end = ids[-(CONTINUED_TOKENS if request.continue_final_message else MESSAGE_TOKENS) :]
-    tools = {tool.function.name: tool.schema() for tool in request.tools or ()}
-    read = partial(
-        TemplateReader,
-        format.template,
-        new_id,
-        message=format.template.message_start(tokenizer.decode(end)),
-        tools=tools if calling == "auto" else None,
-        streamed=streamed,
-        only_one=only_one,
+    if request.skip_special_tokens is False:  # the client wants them
+        reading = replace(reading, dropped=None)
+    if calling == "auto" or reading.reasons:
+        request.skip_special_tokens = False
+    continues = bool(request.continue_final_message)
+    seen = MAX_CONTINUED_TOKENS if continues else MAX_BEGINNING_TOKENS if reading.reasons else 0
+    tools = () if calling == "none" else request.tools or ()
+    return ReaderFactory(
+        reading,
+        "named" if isinstance(calling, NamedTool) else calling,
+        calling.function.name if isinstance(calling, NamedTool) else "",
+        {tool.function.name: tool.schema().get("properties") or {} for tool in tools},
+        tokenizer.decode(prompt[-seen:]) if seen else "",
+        streamed=bool(request.stream),
+        only_one=request.parallel_tool_calls is False,
+        first_call=sum(len(message.tool_calls or ()) for message in request.messages),
     )
-    if calling in ("none", "auto"):
-        return read
-    return lambda: ForcedReader(read(), _forced(calling, new_id, streamed=streamed, only_one=only_one))
 
 
-def _forced(calling: str | NamedTool, new_id: NewId, *, streamed: bool, only_one: bool) -> AnswerReader:
-    """Returns the reader of a call that guided decoding forces, which is JSON with any model."""
-    if isinstance(calling, NamedTool):
-        return NamedReader(calling.function.name, new_id)
-    return RequiredReader(new_id, streamed=streamed, only_one=only_one)
-
-
-# The token ids of each prompt, the text of it to echo, and the factory of readers of answers.
-Prompts = tuple[list[list[int]], list[str], Callable[[], AnswerReader] | None]
+# The token ids of each prompt, the text of it to echo, and the factory of readers.
+Prompts = tuple[list[list[int]], list[str], ReaderFactory | None]
 
 
 @dataclass(frozen=True)
@@ -188,26 +168,26 @@ class RequestLimits:
 def prompts_of(
     request: ChatRequest | CompletionRequest,
     tokenizer: PromptTokenizer,
-    tool_parser: str,
+    response_template: str,
     limits: RequestLimits | None = None,
 ) -> Prompts:
-    """Renders and tokenizes the prompts of a request; ``tool_parser`` is the model's. Raises ApiError 400; with
+    """Renders and tokenizes the prompts of a request; ``response_template`` is the model's. Raises ApiError 400; with
     ``limits`` also for a prompt that is too long, which is then not tokenized to its end."""
     most = None if limits is None else limits.longest_prompt
     try:
-        return _prompts_within(most, request, tokenizer, tool_parser)
+        return _prompts_within(most, request, tokenizer, response_template)
     except TooManyTokens as error:
         assert limits is not None
         raise _too_long(request, error.count, limits, exact=error.exact) from None
 
 
 def _prompts_within(
-    most: int | None, request: ChatRequest | CompletionRequest, tokenizer: PromptTokenizer, tool_parser: str
+    most: int | None, request: ChatRequest | CompletionRequest, tokenizer: PromptTokenizer, response_template: str
 ) -> Prompts:
     """Tokenizes the prompts. Raises TooManyTokens for a prompt of more than ``most`` tokens."""
     if isinstance(request, ChatRequest):
         ids = chat_prompt(request, tokenizer, most)
-        return [ids], [""], reader_for(request, tool_parser, tokenizer, ids)
+        return [ids], [""], readers_for(request, response_template, tokenizer, ids)
     parts = request.prompts()
     try:
         prompts = [

@@ -1,205 +1,223 @@
-"""The values in the text of a region: its parsers, transforms, and the types of a tool's arguments."""
+"""Reads the text of a field: the content parsers and transforms of response templates, and types by tools' schemas."""
 
 from __future__ import annotations
 
 import ast
+import json
 import math
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import msgspec
+import regex
 
-from orchestrator.gateway.reading.template import MATCH_TIMEOUT_S, Region
-
-_PLACEHOLDER = re.compile(r"\{(\w+(?:\.\w+)*)\}")
-_BARE_KEY = re.compile(r"(?<=[{,])\s*(\w+):")
-Properties = Mapping[str, Any]
-"""The JSON schemas of a tool's arguments, by name."""
-
-
-class ContentError(ValueError):
-    """The text of a region is not what its template describes."""
+MAX_MATCH_S = 0.25  # for one search of a pattern, which a checkpoint may have written
+Pattern = regex.Pattern[str]
+Match = regex.Match[str]
+_PLACEHOLDER = regex.compile(r"\{(\w+(?:\.\w+)*)\}")
+Args = Mapping[str, Any]
 
 
-class ParsedCall(msgspec.Struct, frozen=True):
-    """A call; ``arguments`` is the text of a JSON object, ``id`` empty if the model has given none."""
-
-    name: str
-    arguments: str
-    id: str = ""
+class Unreadable(ValueError):
+    """A text that is not what its field's parser expects."""
 
 
-def calls_in(
-    region: Region, text: str, captures: Mapping[str, str], tools: Mapping[str, Properties]
-) -> Iterator[ParsedCall]:
-    """Yields the calls in a region's text. ``captures`` are the groups of its anchor. ``tools`` are the known ones, by
-    whose schemas texts become numbers and other values. Raises ContentError."""
-    value = parsed(text, region.parser, region.options)
-    if region.transform is not None:
-        if region.transform_each:
-            if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-                raise ContentError("not a list of objects")
-            value = [_transformed(region.transform, {**captures, **item}) for item in value]
-        else:
-            value = _transformed(region.transform, {**captures, "content": value})
-    for item in value if isinstance(value, list) else [value]:
-        function = item.get("function", item) if isinstance(item, dict) else {}
-        name, arguments = function.get("name"), function.get("arguments")
-        if not isinstance(name, str) or not name or not isinstance(arguments, dict):
-            raise ContentError("not a call with a name and arguments")
-        arguments = _typed(arguments, tools.get(name, {}))
-        yield ParsedCall(name, msgspec.json.encode(arguments).decode(), str(item.get("id") or ""))
+def parse(text: str, name: str, args: Args) -> Any:
+    """Returns the value of a text. Raises Unreadable, and TimeoutError."""
+    try:
+        return PARSERS[name](text, args)
+    except (ValueError, SyntaxError, RecursionError, MemoryError, KeyError, TypeError, AttributeError) as error:
+        raise Unreadable(f"{name}: {error}") from error
 
 
-def parsed(text: str, parser: str, options: Mapping[str, Any]) -> Any:
-    """Returns the value of a text. Raises ContentError."""
-    match parser:
-        case "text":
-            return text.strip() if options.get("strip", True) else text
-        case "int" | "float":
-            try:
-                return int(text) if parser == "int" else float(text)
-            except ValueError as error:
-                raise ContentError(str(error)) from None
-        case "bool":
-            return text.strip().lower() in ("true", "1")
-        case "json":
-            return _json(text, options)
-        case "xml-inline":
-            return _tags(text, options)
-        case "kv-lines":
-            return _lines(text, options)
-        case "python":
-            return _python_calls(text)
-    raise ContentError(f"the parser {parser!r} is unknown")
+def _text(text: str, args: Args) -> str:
+    return text.strip() if args.get("strip", True) else text
 
 
-def _json(text: str, options: Mapping[str, Any]) -> Any:
-    """Returns the value of JSON, whose keys may have no quotes, and whose strings may have other delimiters."""
+def _json(text: str, args: Args) -> Any:
+    """JSON; ``string_delims`` are further quotes of strings, ``unquoted_keys`` allows keys without quotes, and
+    ``allow_non_json`` returns any other text as it is."""
     strings: list[str] = []
-
-    def kept(match: re.Match[str]) -> str:
-        strings.append(match[1])
-        return f'"\x01{len(strings) - 1}"'
-
     written = text
-    for begin, end in options.get("string_delims", ()):
-        written = re.sub(re.escape(begin) + r"(.*?)" + re.escape(end), kept, written, flags=re.DOTALL)
-    if options.get("unquoted_keys"):
-        written = _BARE_KEY.sub(r'"\1":', written)
-    for i, string in enumerate(strings):
-        written = written.replace(f'"\x01{i}"', msgspec.json.encode(string).decode())
+
+    def kept(match: Match) -> str:
+        strings.append(json.dumps(match[1]))
+        return f"\x01{len(strings) - 1}\x02"
+
+    for opening, closing in args.get("string_delims", ()):
+        if "\x01" in text or "\x02" in text:
+            raise Unreadable("the text has control characters")
+        pattern = regex.escape(opening) + "(.*?)" + regex.escape(closing)
+        written = regex.sub(pattern, kept, written, flags=regex.DOTALL, timeout=MAX_MATCH_S)
+    if args.get("unquoted_keys", False):
+        written = regex.sub(r"(?<=[{,])(\w+):", r'"\1":', written, timeout=MAX_MATCH_S)
+    if strings:
+        written = regex.sub("\x01(\\d+)\x02", lambda match: strings[int(match[1])], written)
     try:
-        return msgspec.json.decode(written.strip())
-    except (msgspec.DecodeError, RecursionError) as error:
-        if options.get("allow_non_json"):
-            return text.strip()
-        raise ContentError(f"not JSON: {error}") from None
+        return json.loads(written)
+    except ValueError:
+        if args.get("allow_non_json"):
+            return _text(text, args)
+        raise
 
 
-def _tags(text: str, options: Mapping[str, Any]) -> dict[str, Any]:
+def _value(text: str, args: Args) -> Any:
+    parser = args.get("value_parser")
+    return text if parser is None else parse(text, parser.get("name", "text"), parser.get("args", {}))
+
+
+def _xml_inline(text: str, args: Args) -> dict[str, Any]:
+    """Tags to the groups ``key`` and ``value`` of ``tag_pattern``; with ``merge_duplicates`` those of a key twice are a
+    list."""
     values: dict[str, Any] = {}
-    try:
-        for match in options["tag_pattern"].finditer(text, timeout=MATCH_TIMEOUT_S):
-            key, value = match["key"], _value(match["value"] or "", options)
-            if options.get("merge_duplicates") and key in values:
-                earlier = values[key] if isinstance(values[key], list) else [values[key]]
-                value = [*earlier, value]
-            values[key] = value
-    except (TimeoutError, IndexError) as error:
-        raise ContentError(f"its tags cannot be read: {error}") from None
+    for match in regex.finditer(args["tag_pattern"], text, regex.DOTALL, timeout=MAX_MATCH_S):
+        key, value = match["key"], _value(match["value"] or "", args)
+        if key in values and args.get("merge_duplicates", False):
+            earlier = values[key]
+            value = [*(earlier if isinstance(earlier, list) else [earlier]), value]
+        values[key] = value
     return values
 
 
-def _lines(text: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for line in text.split(options.get("line_sep", "\n")):
-        key, separator, value = line.partition(options.get("kv_sep", ":"))
-        if separator:
-            values[key.strip()] = _value(value.strip(), options)
-    return values
+def _kv_lines(text: str, args: Args) -> dict[str, Any]:
+    lines = (_text(line, args).partition(args.get("kv_sep", ":")) for line in text.split(args.get("line_sep", "\n")))
+    return {_text(key, args): _value(_text(value, args), args) for key, separator, value in lines if separator}
 
 
-def _value(text: str, options: Mapping[str, Any]) -> Any:
-    inner = options.get("value_parser")
-    return text if inner is None else parsed(text, inner.get("name", "text"), inner.get("args") or {})
+def _pythonic(text: str, args: Args) -> list[dict[str, Any]]:
+    """Calls in Python's notation, separated by commas: ``f(a=1), g()``. An extension of the format: Llama writes it."""
+    return [_python_call(call) for call in _elements(ast.parse(f"[{text.strip()}]", mode="eval").body)]
 
 
-def _python_calls(text: str) -> list[dict[str, Any]]:
-    """Returns the calls in a list of Python's calls with keywords and literals: `[f(a=1), g(b=[2])]`."""
-    try:
-        expression = ast.parse(text.strip(), mode="eval").body
-        items = expression.elts if isinstance(expression, ast.List) else [expression]
-        calls = []
-        for item in items:
-            if not isinstance(item, ast.Call) or item.args:
-                raise ContentError("not calls with keywords")
-            values = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in item.keywords}
-            calls.append({"name": ast.unparse(item.func), "arguments": values})
-        return calls
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ContentError(f"not Python's calls: {error}") from None
+def _elements(tree: ast.expr) -> list[ast.expr]:
+    assert isinstance(tree, ast.List)
+    return tree.elts
 
 
-def _transformed(template: Any, scope: Mapping[str, Any]) -> Any:
-    """Returns a transform with the values of its placeholders."""
-    if isinstance(template, dict):
-        return {key: _transformed(value, scope) for key, value in template.items()}
-    if isinstance(template, list):
-        return [_transformed(value, scope) for value in template]
-    match = _PLACEHOLDER.fullmatch(template) if isinstance(template, str) else None
-    if match is None:
-        return template
+def _python_call(call: ast.expr) -> dict[str, Any]:
+    if not isinstance(call, ast.Call) or call.args:
+        raise Unreadable("it is not a call with named arguments")
+    arguments = {str(keyword.arg): ast.literal_eval(_json_names(keyword.value)) for keyword in call.keywords}
+    return {"name": ast.unparse(call.func), "arguments": arguments}
+
+
+def _json_names(tree: ast.expr) -> ast.expr:
+    """Replaces the names of JSON that Python lacks."""
+    for node in ast.walk(tree):
+        for name, value in ast.iter_fields(node):
+            if isinstance(value, ast.Name) and value.id in _NAMES:
+                setattr(node, name, ast.Constant(_NAMES[value.id]))
+    if isinstance(tree, ast.Name) and tree.id in _NAMES:
+        return ast.Constant(_NAMES[tree.id])
+    return tree
+
+
+_NAMES = {"true": True, "false": False, "null": None}
+PARSERS: Mapping[str, Callable[[str, Args], Any]] = {
+    "text": _text,
+    "int": lambda text, args: int(_text(text, args)),
+    "float": lambda text, args: float(_text(text, args)),
+    "bool": lambda text, args: _text(text, args).lower() in ("true", "1"),
+    "json": _json,
+    "xml-inline": _xml_inline,
+    "kv-lines": _kv_lines,
+    "pythonic": _pythonic,
+}
+
+
+def transformed(shape: Any, each: bool, value: Any, groups: Mapping[str, str]) -> Any:
+    """Returns the value of a field in the ``shape`` of its transform: texts such as `{content.name}` are replaced by a
+    part of the value, or by a group of the anchor. ``each``: the value is a list, whose items are transformed. Raises
+    Unreadable."""
+    if shape is None:
+        return value
+    if not each:
+        return _filled(shape, {**groups, "content": value})
+    if not isinstance(value, list) or not all(isinstance(item, Mapping) for item in value):
+        raise Unreadable("the value is not a list of objects")
+    return [_filled(shape, {**groups, **item}) for item in value]
+
+
+def _filled(shape: Any, scope: Mapping[str, Any]) -> Any:
+    if isinstance(shape, Mapping):
+        return {key: _filled(value, scope) for key, value in shape.items()}
+    if isinstance(shape, list):
+        return [_filled(value, scope) for value in shape]
+    if not isinstance(shape, str) or (placeholder := _PLACEHOLDER.fullmatch(shape)) is None:
+        return shape
     value: Any = scope
-    for key in match[1].split("."):
+    for key in placeholder[1].split("."):
         if not isinstance(value, Mapping) or key not in value:
-            raise ContentError(f"there is no {match[1]}")
+            raise Unreadable(f"it has no {placeholder[1]}")
         value = value[key]
     return value
 
 
-def _typed(arguments: dict[str, Any], properties: Properties) -> dict[str, Any]:
-    return {
-        key: _of_types(value, types) if isinstance(value, str) and (types := _types(properties.get(key))) else value
-        for key, value in arguments.items()
-    }
+def typed(arguments: Mapping[str, Any], properties: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns arguments with the types of a tool's schema, where they are texts and the schema wants another type."""
+    result = dict(arguments)
+    for key, value in arguments.items():
+        types = list(_types(properties.get(key)))
+        if types and isinstance(value, str):
+            result[key] = _typed(value, types)
+        elif types and isinstance(value, list) and "array" not in types:
+            result[key] = [_typed(item, types) if isinstance(item, str) else item for item in value]
+    return result
 
 
-def _types(schema: Any) -> list[str]:
-    """Returns the types that a schema allows, those of its alternatives included."""
+def _types(schema: Any) -> Iterator[str]:
     if not isinstance(schema, Mapping):
-        return []
+        return
     declared = schema.get("type")
-    types = [declared] if isinstance(declared, str) else [each for each in declared or () if isinstance(each, str)]
+    yield from (kind for kind in (declared if isinstance(declared, list) else [declared]) if isinstance(kind, str))
     for union in ("anyOf", "oneOf"):
-        for choice in schema.get(union) or ():
-            types += _types(choice)
-    return types
+        choices = schema.get(union)
+        for choice in choices if isinstance(choices, list) else ():
+            yield from _types(choice)
+    if schema.get("nullable"):
+        yield "null"
 
 
-def _of_types(text: str, types: list[str]) -> Any:
-    """Returns the text as the first type that it can be; the text itself otherwise."""
-    word = text.strip()
-    for type in types:
-        if type == "null" and word in ("null", "None"):
-            return None
-        if type == "boolean" and word.lower() in ("true", "1", "false", "0"):
-            return word.lower() in ("true", "1")
-        if type in ("integer", "number"):
-            try:
-                number = float(word)
-            except ValueError:
-                continue
-            if type == "integer" and re.fullmatch(r"[+-]?\d+", word):
-                return int(word)
-            if math.isfinite(number) and (type == "number" or number.is_integer()):
-                return int(number) if number.is_integer() and "." not in word else number
-        if type in ("object", "array"):
-            try:
-                value = msgspec.json.decode(word)
-            except (msgspec.DecodeError, RecursionError):
-                continue
-            if isinstance(value, dict if type == "object" else list):
-                return value
+def _typed(text: str, types: list[str]) -> Any:
+    for kind in types:
+        try:
+            return _CASTS[kind](text)
+        except (KeyError, ValueError, RecursionError):
+            continue
     return text
+
+
+def _number(text: str) -> int | float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(text)
+    return int(number) if number.is_integer() and "." not in text else number
+
+
+def _integer(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        number = float(text)
+        if not number.is_integer():
+            raise ValueError(text) from None
+        return int(number)
+
+
+def _of(*kinds: type) -> Callable[[str], Any]:
+    def read(text: str) -> Any:
+        value = json.loads(text)
+        if not isinstance(value, kinds):
+            raise ValueError(text)
+        return value
+
+    return read
+
+
+_CASTS: Mapping[str, Callable[[str], Any]] = {
+    "integer": _integer,
+    "number": _number,
+    "boolean": lambda text: {"true": True, "1": True, "false": False, "0": False}[text.strip().lower()],
+    "null": lambda text: {"null": None, "None": None}[text.strip()],
+    "object": _of(dict),
+    "array": _of(list),
+}

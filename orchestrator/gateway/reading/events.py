@@ -43,6 +43,11 @@ Event = Content | Reasoning | CallBegin | CallArguments
 class AnswerReader(Protocol):
     """Reads one answer. The joined events do not depend on how the text is cut into pieces."""
 
+    @property
+    def in_reasoning(self) -> bool:
+        """The text that comes next is reasoning, unless it begins with the end of it."""
+        ...
+
     def push(self, text: str) -> list[Event]:
         """Returns the new events that are certain with this piece."""
         ...

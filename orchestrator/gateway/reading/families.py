@@ -1,103 +1,214 @@
-"""The response templates of model families whose checkpoints have none, chosen by the signs in their chat templates."""
+"""The response templates of families of models, and the choice of a model's template.
+
+1. A family that the spec names.
+2. The tokenizer's own `response_template`.
+3. The first family whose signs are in the text of the chat template. Reasoning is read only if the markers of it are,
+   too.
+"""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from functools import cache
-from importlib import resources
-from typing import Any, get_args
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any, Literal
 
 import msgspec
 
-from orchestrator.gateway.reading.template import ResponseTemplate, TemplateError, load_template
-from placements.spec.schema import ToolParser
-from workers.text.tokenizer import REASONING_MARKS
+from orchestrator.gateway.reading.events import AnswerReader, CallArguments, CallBegin, Content, Event
+from orchestrator.gateway.reading.reader import TemplateReader, new_id
+from orchestrator.gateway.reading.template import Anchor, BadResponseTemplate, ResponseTemplate, load_template
+from workers.text.tokenizer import PromptTokenizer
 
-NONE, AUTO = "none", "auto"
-FAMILIES: tuple[str, ...] = tuple(name for name in get_args(ToolParser) if name not in (NONE, AUTO))
-"""The formats of calls; of several whose signs are in a chat template, the first one is chosen."""
+log = logging.getLogger(__name__)
 
-ASSISTANTS = (  # the beginnings of an answer in prompts
-    "<|im_start|>assistant",
-    "<|start_header_id|>assistant<|end_header_id|>",
-    "<|header_start|>assistant<|header_end|>",
-    "[/INST]",
-    "<｜Assistant｜>",
-    "<|im_assistant|>assistant<|im_middle|>",
-    "<|start_of_role|>assistant<|end_of_role|>",
-    "<|start|>assistant",
-    "<start_of_turn>model",
-    "<|assistant|>",
+
+class ModelFamily(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A family of models. ``signs``: texts of chat templates, of which all in one list are in the family's."""
+
+    signs: list[list[str]]
+    template: dict[str, Any]
+    markers: tuple[str, str] | None = None  # around the reasoning
+    ids: Literal["", "mistral", "kimi"] = ""
+
+
+@cache
+def families() -> Mapping[str, ModelFamily]:
+    """Returns the families by name, those with the most specific signs first."""
+    data = Path(__file__).with_name("families.json").read_bytes()
+    return msgspec.json.decode(data, type=dict[str, ModelFamily])
+
+
+@cache
+def family_template(name: str, *, reasons: bool = True) -> ResponseTemplate:
+    """Returns the template of a family; without ``reasons``, its models have no reasoning."""
+    family = families()[name]
+    template = load_template(family.template, family.ids)
+    if reasons:
+        return template
+    return replace(template, fields=tuple(field for field in template.fields if field.role != "reasoning"))
+
+
+def detect_family(chat_template: str | None) -> str | None:
+    """Returns the family of a chat template; None for an unknown one."""
+    text = chat_template or ""
+    for name, family in families().items():
+        if any(all(sign in text for sign in signs) for signs in family.signs):
+            return name
+    return None
+
+
+@dataclass(frozen=True)
+class AnswerReading:
+    """How the answers of a model are read. ``dropped`` matches special tokens that are not part of an answer."""
+
+    template: ResponseTemplate | None
+    dropped: Anchor | None = None
+    markers: tuple[str, str] | None = None  # around the reasoning
+
+    @property
+    def reasons(self) -> bool:
+        """Answers may have reasoning."""
+        return self.template is not None and self.template.reasons
+
+    @property
+    def calls(self) -> bool:
+        """The model's own form of calls is known."""
+        return self.template is not None and self.template.field_of("calls") is not None
+
+
+@lru_cache(maxsize=64)
+def reading_of(setting: str, tokenizer: PromptTokenizer, tools: bool) -> AnswerReading:
+    """Returns how a model's answers are read; ``setting`` is its `response_template`, and ``tools`` selects the chat
+    template."""
+    chat_template = tokenizer.chat_template(tools) or ""
+    template: ResponseTemplate | None = None
+    if setting == "none":
+        return AnswerReading(None)
+    name = detect_family(chat_template) if setting == "auto" else setting
+    family = None if name is None else families()[name]
+    if setting == "auto" and (own := tokenizer.response_template) is not None:
+        try:
+            template = load_template(own, "" if family is None else family.ids)
+        except BadResponseTemplate as problem:
+            log.warning("the tokenizer's response_template is not used: %s", problem)
+    if template is not None:
+        markers = reasoning_markers(template)
+    elif name is not None and family is not None:
+        signs = family.markers or ()
+        template = family_template(name, reasons=setting != "auto" or any(sign in chat_template for sign in signs))
+        markers = family.markers if template.reasons else None
+    else:
+        return AnswerReading(None)
+    return AnswerReading(template, template.dropped(tokenizer.special_tokens), markers)
+
+
+def reasoning_markers(template: ResponseTemplate) -> tuple[str, str] | None:
+    """Returns the texts before and after the reasoning; None where it has none, or several."""
+    field = template.field_of("reasoning")
+    if field is None or field.open is None or field.close is None:
+        return None
+    opening, closing = field.open.text, field.close.text
+    return None if opening is None or closing is None else (opening, closing)
+
+
+@dataclass(frozen=True)
+class ReaderFactory:
+    """Makes the readers of a request's answers.
+
+    ``calling`` is none, auto, required, or named, which needs the ``name`` of a tool: a required or named call is JSON
+    with any model. ``prompt`` is the end of the prompt's text."""
+
+    reading: AnswerReading
+    calling: str
+    name: str = ""
+    tools: Mapping[str, Mapping[str, Any]] | None = None  # the properties of each tool's arguments
+    prompt: str = ""
+    streamed: bool = True
+    only_one: bool = False
+    first_call: int = 0  # the calls of earlier answers
+
+    def __call__(self) -> AnswerReader:
+        template = self.reading.template or _PLAIN
+        if self.calling != "auto":
+            template = _without_calls(template, required=self.calling == "required")
+        reader = TemplateReader(
+            template,
+            tools=self.tools,
+            dropped=self.reading.dropped,
+            streamed=self.streamed,
+            only_one=self.only_one,
+            first_call=self.first_call,
+        )
+        if self.prompt:
+            reader.read_prompt(self.prompt)
+        if self.calling == "named":
+            return NamedReader(CallBegin(0, new_id(template.ids, self.name, self.first_call), self.name), reader)
+        return reader
+
+    @property
+    def begins_in_reasoning(self) -> bool:
+        """The prompt ends in the model's reasoning."""
+        return self().in_reasoning
+
+
+@cache
+def _without_calls(template: ResponseTemplate, *, required: bool) -> ResponseTemplate:
+    """Returns the template of answers without calls, or whose calls are a JSON array."""
+    fields = tuple(field for field in template.fields if field.role != "calls")
+    return replace(template, fields=(*fields, *_REQUIRED.fields) if required else fields)
+
+
+_PLAIN = load_template({"start_anchor_pattern": "(?!)", "fields": {"content": {}}})
+_REQUIRED = load_template(
+    {
+        "start_anchor_pattern": "(?!)",
+        "fields": {
+            "tool_calls": {
+                "open_pattern": r"(?=\[)",
+                "content": "json",
+                "transform": {"function": {"name": "{name}", "arguments": "{arguments}"}},
+                "transform_each": True,
+            }
+        },
+    }
 )
 
 
-class AnswerFamily(msgspec.Struct, frozen=True):
-    """A format of ours."""
+class NamedReader:
+    """Reads the answer if `tool_choice` names a function: after the reasoning, it is the arguments.
 
-    signs: tuple[str, ...]  # texts in chat templates, one of which is enough
-    calls: tuple[str, ...]  # how calls begin
-    fields: dict[str, Any]  # as in a response template
-    between: str | None = None
-    reasoning: tuple[str, str] | None = None  # the beginning of reasoning, and of the content after it
+    As with OpenAI and vLLM, its finish reason is "stop", not "tool_calls".
+    """
 
-
-class AnswerFormat(msgspec.Struct, frozen=True):
-    """How a model writes its answers."""
-
-    template: ResponseTemplate
-    call_beginnings: tuple[str, ...] = ()  # literal texts, for grammars
-    reasoning: tuple[str, str] | None = None  # texts around reasoning, for grammars
-    has_short_ids: bool = False  # ids of calls have nine characters
+    def __init__(self, call: CallBegin, reader: TemplateReader) -> None:
+        self._begin: list[Event] = [call]
+        self._reader = reader
 
     @property
-    def has_calls(self) -> bool:
-        return self.template.has_calls
+    def in_reasoning(self) -> bool:
+        """See ``AnswerReader``."""
+        return self._reader.in_reasoning
 
+    def push(self, text: str) -> list[Event]:
+        return self._arguments(self._reader.push(text))
 
-@cache
-def families() -> Mapping[str, AnswerFamily]:
-    """Returns the formats of ours by name."""
-    text = resources.files(__package__).joinpath("families.json").read_text("utf-8")
-    return msgspec.convert(json.loads(text), dict[str, AnswerFamily])
+    def flush(self) -> list[Event]:
+        events = self._arguments(self._reader.flush())
+        begin, self._begin = self._begin, []
+        return [*events, *begin]
 
+    def finish_reason(self, reason: str) -> str:
+        return reason
 
-@cache
-def format_of(setting: str, chat_template: str | None, own: str | None = None) -> AnswerFormat | None:
-    """Returns how a model writes its answers: by its ``own`` response template (JSON), else by the family that
-    ``setting`` names or that the signs in the chat template show. None: its answers are only text."""
-    if setting == NONE:
-        return None
-    text = chat_template or ""
-    if own is not None and setting == AUTO:
-        try:
-            template = load_template(json.loads(own))
-            return AnswerFormat(template, _beginnings(template), template.reasoning)
-        except (TemplateError, ValueError):
-            pass  # it is newer than this reader, or broken
-    name = setting
-    if setting == AUTO:
-        name = next((each for each in FAMILIES if any(sign in text for sign in families()[each].signs)), NONE)
-    family = families().get(name)
-    fields = {} if family is None else dict(family.fields)
-    markers = None if family is None else family.reasoning
-    if markers is None:
-        markers = next((marks for marks in REASONING_MARKS if all(mark in text for mark in marks)), None)
-        if markers is not None:
-            fields["thinking"] = {"open": markers[0], "close": markers[1]}
-    if not fields:
-        return None
-    value: dict[str, Any] = {"fields": fields, "start_anchor": list(ASSISTANTS)}
-    if family is not None and family.between is not None:
-        value["between"] = family.between
-    beginnings = () if family is None else family.calls
-    return AnswerFormat(load_template(value), beginnings, markers, name == "mistral")
-
-
-def _beginnings(template: ResponseTemplate) -> tuple[str, ...]:
-    return tuple(
-        literal
-        for region in template.regions
-        if region.kind == "calls" and region.open is not None
-        for literal in region.open.literals
-    )
+    def _arguments(self, events: Sequence[Event]) -> list[Event]:
+        result: list[Event] = []
+        for event in events:
+            if isinstance(event, Content):
+                result += [*self._begin, CallArguments(0, event.text)]
+                self._begin = []
+            else:
+                result.append(event)
+        return result

@@ -1,159 +1,311 @@
-"""Reads an answer by its model's response template, and the answers to forced calls, which are JSON with any model.
+"""Reads answers by response templates, piece by piece.
 
-Text that turns out not to be a call is content. Spaces around calls and reasoning are not content.
+1. Text outside of all fields is the field without an anchor, or content. Its anchors are the openings of the others.
+2. The text of a field ends at its own closing anchor only. Reasoning and content are emitted as they arrive, without
+   the spaces at their ends; those around calls are no content.
+3. A call whose text is JSON is emitted as it arrives, and ends where the JSON ends; its closing anchor may be missing.
+4. Any other call is emitted at its end, with the types of its tool's schema.
+5. Text that turns out not to be a call is content, unchanged.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import secrets
 import string
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
-from orchestrator.gateway.reading.call_text import SPACE, CallText, CharacterRole
-from orchestrator.gateway.reading.content import ContentError, calls_in
-from orchestrator.gateway.reading.events import (
-    AnswerReader,
-    CallArguments,
-    CallBegin,
-    Content,
-    Event,
-    Reasoning,
-)
-from orchestrator.gateway.reading.template import Found, Region, ResponseTemplate, first_of
+import regex
 
+from orchestrator.gateway.reading.call_text import ARGUMENTS, SPACE, CallText, CharacterRole
+from orchestrator.gateway.reading.content import MAX_MATCH_S, Match, Pattern, Unreadable, parse, transformed, typed
+from orchestrator.gateway.reading.events import CallArguments, CallBegin, Content, Event, Reasoning
+from orchestrator.gateway.reading.template import Anchor, ResponseTemplate, TemplateField
+
+MAX_PIECE_CHARACTERS = 512  # that are read at once, so that a search of a pattern is short
+CONTEXT_CHARACTERS = 256  # of earlier text that patterns may look behind at
 _ALPHANUMERIC = string.ascii_letters + string.digits
-NewId = Callable[[], str]
 
 
-def call_id() -> str:
-    """Returns a new id of a call."""
-    return f"call_{secrets.token_hex(12)}"
+class TemplateReader:
+    """Reads one answer by a template. ``_state`` reads the text from ``_at``, and returns whether to go on."""
 
-
-def mistral_id() -> str:
-    """Returns an id of nine characters: Mistral's chat templates reject others."""
-    return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
-
-
-class CallReader:
-    """Reads calls in JSON: one object, or an array of them. The base of all readers."""
-
-    def __init__(self, new_id: NewId = call_id, *, streamed: bool = False, only_one: bool = False) -> None:
-        """``streamed``: arguments are emitted as they arrive, so errors in their JSON may be found too late; otherwise
-        a call is emitted when it is complete. ``only_one``: further calls are dropped."""
-        self._new_id = new_id
+    def __init__(
+        self,
+        template: ResponseTemplate,
+        *,
+        tools: Mapping[str, Mapping[str, Any]] | None = None,
+        dropped: Anchor | None = None,
+        streamed: bool = True,
+        only_one: bool = False,
+        first_call: int = 0,
+    ) -> None:
+        """``tools``: the properties of each tool's arguments. ``dropped``: the special tokens that are not part of
+        the answer. ``streamed``: arguments are emitted as they arrive, so errors in their JSON may be found too late;
+        otherwise a call is emitted when it is complete. ``only_one``: further calls are dropped. ``first_call`` counts
+        the calls of earlier answers."""
+        self._template = template
+        self._tools = tools or {}
+        self._dropped = dropped
         self._streamed = streamed
         self._only_one = only_one
-        self._state: Callable[[str], str] = self._outside
-        self._held = ""  # may become an anchor
-        self._spaces = ""  # content only if content follows
+        self._first_call = first_call
+        self._text, self._at = "", 0  # what was pushed, and how far it is read
+        self._final = False
+        self._silent = False  # it is the prompt's
+        self._implicit = template.implicit or _ANY
+        self._field = self._implicit
+        self._state: Callable[[], bool] = self._in_text
+        self._begun = False  # the part of the text has characters
+        self._spaces = ""  # at its end
+        self._spoken: set[str] = set()  # the roles of the texts so far
+        self._opening, self._groups = "", dict[str, str]()  # of the call
+        self._wants = ""  # the characters that may come next in a list of calls
+        self._body: list[str] = []
         self._call: CallText | None = None
-        self._opening = ""  # the text before the call that belongs to it
-        self._given_id = ""  # the call's, by the model
-        self._keys: tuple[str, ...] | None = None  # allowed in a call
+        self._emitted = 0  # characters of its arguments
         self._calls = 0
-        self._emitted = 0  # characters of the arguments
-        self._has_content = False
-        self._has_regions = False  # calls or reasoning
-        self._is_over = False  # no more text will follow
+        self._unmoved = 0  # anchors without characters in a row
         self._out: list[Event] = []
 
-    between = SPACE
+    @property
+    def in_reasoning(self) -> bool:
+        """The text that comes next is reasoning, unless it begins with the end of it."""
+        return self._field.role == "reasoning"
+
+    def read_prompt(self, text: str) -> None:
+        """Reads the end of the prompt, of which nothing is emitted: chat templates write the beginning of answers."""
+        self._silent = self._final = True
+        with contextlib.suppress(TimeoutError):
+            self._read(self._template.answer_in(text))
+        self._silent = self._final = False
+        self._text, self._at, self._spaces, self._out = "", 0, "", []
+        self._spoken.clear()
 
     def push(self, text: str) -> list[Event]:
         self._out = []
-        text, self._held = self._held + text, ""
-        while text:
-            text = self._state(text)
+        for begin in range(0, len(text), MAX_PIECE_CHARACTERS):
+            self._read(text[begin : begin + MAX_PIECE_CHARACTERS])
         self._emit_call()
         return self._out
 
     def flush(self) -> list[Event]:
-        self._is_over = True
-        self.push("")
-        self._end()
-        if not self._has_regions:
-            self._emit_text(Content, self._spaces)
+        self._out, self._final = [], True
+        self._read("")
+        if self._call is not None:
+            if not (self._call.complete or self._emitted):
+                self._not_a_call(self._call.raw)
+        elif self._field.role == "calls" and self._state == self._in_text:
+            self._end_call("", lenient=False)
+            self._read("")
         return self._out
 
     def finish_reason(self, reason: str) -> str:
         return "tool_calls" if self._calls and reason == "stop" else reason
 
-    # States: each reads a text and returns the part that the next state must read
+    def _read(self, text: str) -> None:
+        if self._at > CONTEXT_CHARACTERS + MAX_PIECE_CHARACTERS:
+            self._text, self._at = self._text[self._at - CONTEXT_CHARACTERS :], CONTEXT_CHARACTERS
+        self._text += text
+        try:
+            while self._state():
+                pass
+        except TimeoutError:  # a pattern of the checkpoint: the rest is content
+            self._field, self._state, self._call = self._implicit, self._as_content, None
+            self._as_content()
 
-    def _outside(self, text: str) -> str:
-        """Reads content."""
-        self._content(text)
-        return ""
+    # States
 
-    def _value(self, text: str) -> str:
-        """Reads the beginning of a call or of an array of calls."""
-        stripped = text.lstrip(SPACE)
-        if not stripped:
-            self._opening += text
-            return ""
-        blank = text[: len(text) - len(stripped)]
-        if stripped[0] == "[":
-            self._after = self._between_calls
-            self._open(self._opening + blank + "[")
-            return stripped[1:]
-        self._after = self._closed
-        self._open(self._opening + blank)
-        return stripped
+    def _as_content(self) -> bool:
+        text, self._at = self._text[self._at :], len(self._text)
+        self._say(text)
+        return False
 
-    def _open(self, opening: str, name: str | None = None) -> None:
-        self._call, self._opening, self._emitted = CallText(name, self._keys), opening, 0
-        self._state = self._in_call
+    def _in_text(self) -> bool:
+        """Reads up to the next anchor."""
+        text, found, hold = self._text, None, len(self._text)
+        gate, anchors = watched(self._template, self._field, self._dropped, self._silent)
+        if gate is not None and self._at < hold:
+            near = gate.search(text, self._at, partial=True, timeout=MAX_MATCH_S)
+            if near is None or near.start() == hold:  # no anchor begins here
+                anchors = ()
+        for anchor, opened in anchors:
+            match, certain = anchor.search(text, self._at, self._final)
+            if match is None:
+                continue
+            if not certain:
+                hold = min(hold, match.start())
+                continue
+            if found is None or (match.start(), -match.end()) < (found[0].start(), -found[0].end()):
+                found = match, opened
+        if found is not None and found[0].start() < hold:
+            return self._anchored(*found)
+        begin, self._at = self._at, hold
+        self._say(text[begin:hold])
+        return False
 
-    def _in_call(self, text: str) -> str:
+    def _anchored(self, match: Match, opened: TemplateField | None) -> bool:
+        self._say(self._text[self._at : match.start()])
+        self._unmoved = self._unmoved + 1 if match.end() == self._at else 0
+        self._at = match.end()
+        if self._unmoved > len(self._template.fields) + 1:  # anchors without characters that open and close in turn
+            self._field = self._implicit
+            self._say(self._text[self._at : self._at + 1])
+            self._at += 1
+            return self._at < len(self._text)
+        if opened is None and self._field.role == "calls":
+            self._end_call(match[0])
+        elif opened is not None and opened.role == "calls":
+            self._open_field(match, opened)
+        elif opened is not _DROPPED:
+            self._end_part()
+            self._field = opened or self._implicit
+        return True
+
+    def _open_field(self, match: Match, field: TemplateField) -> None:
+        self._field, self._opening, self._body = field, match[0], []
+        self._groups = {key: value for key, value in match.groupdict().items() if value is not None}
+        if field.json_call == "array":
+            self._state, self._wants = self._in_array, "["
+        elif field.json_call == "arguments" and not self._groups.get("name"):
+            self._not_a_call("")
+        elif field.json_call is not None:
+            self._open_call()
+
+    def _in_array(self) -> bool:
+        """Reads what is around the calls of a list."""
+        while self._at < len(self._text):
+            char = self._text[self._at]
+            if char not in SPACE and char not in self._wants:
+                break
+            self._at += 1
+            self._body.append(char)
+            if char == "]":
+                self._state = self._closing
+                return True
+            if char in "[,":
+                self._open_call()
+                return True
+        else:
+            if not self._final:
+                return False
+        if self._wants == "[":
+            self._not_a_call("".join(self._body))
+        else:
+            self._state = self._closing
+        return True
+
+    def _open_call(self) -> None:
+        name = self._groups["name"] if self._field.json_call == "arguments" else None
+        unmarked = self._field.json_call == "object" and not self._opening.strip()
+        self._call = CallText(name, _KEYS if unmarked else None)
+        self._emitted, self._state = 0, self._in_json
+
+    def _in_json(self) -> bool:
+        """Reads the JSON of a call."""
         call = self._call
         assert call is not None
-        for at, char in enumerate(text):
-            result = call.take(char)
-            if result is CharacterRole.MORE:
+        for at in range(self._at, len(self._text)):
+            role = call.take(self._text[at])
+            if role is CharacterRole.MORE:
                 continue
+            self._unmoved = 0 if call.raw else self._unmoved
+            self._at = at + (role is CharacterRole.LAST)
             self._emit_call()
             self._call = None
-            if result is CharacterRole.BROKEN:
-                if not (self._emitted or self._opening or call.raw):  # the same text would be read as a call again
-                    self._content(char)
-                    at += 1
-                elif not self._emitted:
-                    self._content(self._opening + call.raw)
-                self._has_content = True  # so that the rest of the text is unchanged
-                self._state = self._outside
-                return text[at:]
-            self._state = self._after
-            return text[at + (result is CharacterRole.LAST) :]
-        return ""
+            if role is CharacterRole.BROKEN:
+                if self._emitted:
+                    self._begun, self._field, self._state = True, self._implicit, self._in_text
+                else:
+                    self._not_a_call("".join(self._body) + call.raw)
+            else:
+                self._state = self._in_array if self._field.json_call == "array" else self._closing
+            return True
+        self._at = len(self._text)
+        return False
 
-    def _between_calls(self, text: str) -> str:
-        stripped = text.lstrip(SPACE)
-        if stripped[:1] == ",":
-            self._open("")
-            return stripped[1:]
-        if stripped:
-            self._state = self._closed
-        return stripped[1:] if stripped[:1] == "]" else stripped
+    def _closing(self) -> bool:
+        """Reads the closing anchor of a call, which may be missing."""
+        close = self._field.close
+        match, certain = (None, True) if close is None else close.search(self._text, self._at, False)
+        rest = self._text[self._at :]
+        blank = len(rest) - len(rest.lstrip(SPACE))
+        if match is not None and match.start() <= self._at + blank:
+            if not certain and not self._final:
+                return False
+            self._at = match.end()
+        elif blank == len(rest) and not self._final:
+            return False
+        self._field, self._state = self._implicit, self._in_text
+        return True
 
-    def _closed(self, text: str) -> str:
-        """Reads what is behind the last call of a region."""
-        self._state = self._outside
-        return text
+    # Texts
 
-    _after: Callable[[str], str]
+    def _say(self, text: str) -> None:
+        """Adds text to the current part."""
+        field = self._field
+        if field.role == "calls":
+            self._body.append(text)
+            return
+        if field.args.get("strip", True):
+            text = text if self._begun else text.lstrip()
+            bare = text.rstrip()
+            if not bare:
+                self._spaces += text
+                return
+            text, self._spaces = self._spaces + bare, text[len(bare) :]
+        if not self._begun and field.role in self._spoken:
+            text = field.join + text
+        self._begun = True
+        if self._silent or field.role == "other" or not text:
+            return
+        self._spoken.add(field.role)
+        kind = Reasoning if field.role == "reasoning" else Content
+        if self._out and isinstance(self._out[-1], kind):
+            text = self._out.pop().text + text  # type: ignore[union-attr]
+        self._out.append(kind(text))
 
-    def _end(self) -> None:
-        """Turns what is incomplete at the end of the text into content."""
-        call, self._call = self._call, None
-        if call is not None and not (call.complete or self._emitted):
-            self._content(self._opening + call.raw)
-        elif self._state == self._value:
-            self._content(self._opening)
+    def _end_part(self) -> None:
+        self._begun, self._spaces, self._field = False, "", self._implicit
 
-    # Output
+    # Calls
+
+    def _not_a_call(self, text: str) -> None:
+        self._call, self._field, self._state = None, self._implicit, self._in_text
+        self._say(self._opening + text)
+
+    def _end_call(self, closing: str, *, lenient: bool = True) -> None:
+        """Emits the calls of a text that was read as a whole."""
+        field, body = self._field, "".join(self._body)
+        try:
+            if not lenient and field.content == "xml-inline":
+                _check_whole(body, field)
+            value = transformed(field.transform, field.each, parse(body, field.content, field.args), self._groups)
+            calls = [self._call_of(each) for each in (value if isinstance(value, list) else [value])]
+        except (Unreadable, ValueError, TypeError, RecursionError, TimeoutError):
+            self._not_a_call(body + closing)
+            return
+        self._end_part()
+        for name, arguments, id in calls:
+            self._begin_call(name, id)
+            self._emit(CallArguments(self._calls - 1, arguments))
+
+    def _call_of(self, value: Any) -> tuple[str, str, str | None]:
+        """Returns the name, the arguments as JSON, and the id of a call. Raises ValueError and TypeError."""
+        function = value.get("function", value) if isinstance(value, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(name := function.get("name"), str) or not name:
+            raise Unreadable("it has no name")
+        arguments, id = function.get("arguments"), value.get("id")
+        if isinstance(arguments, str):
+            arguments = json.loads(arguments)
+        if not isinstance(arguments, Mapping):
+            raise Unreadable("the arguments are not an object")
+        written = json.dumps(typed(arguments, self._tools.get(name, {})), ensure_ascii=False, allow_nan=False)
+        (name + written).encode()  # half a surrogate pair is a ValueError
+        return name, written, id if isinstance(id, str) and id else None
 
     def _emit_call(self) -> None:
         """Emits the new part of the current call."""
@@ -162,261 +314,63 @@ class CallReader:
             return
         if not self._emitted:
             assert call.name is not None
-            self._begin_call(call.name, self._given_id)
+            self._begun, self._spaces = False, ""
+            self._begin_call(call.name, self._groups.get("id"))
+            self._opening, self._body, self._wants = "", [], ",]"
         if len(call.arguments) > self._emitted:
             self._emit(CallArguments(self._calls - 1, "".join(call.arguments[self._emitted :])))
             self._emitted = len(call.arguments)
 
-    def _begin_call(self, name: str, id: str) -> None:
-        self._has_regions = True
-        self._emit(CallBegin(self._calls, id or self._new_id(), name))
+    def _begin_call(self, name: str, id: str | None) -> None:
         self._calls += 1
+        self._emit(CallBegin(self._calls - 1, id or self._new_id(name), name))
 
     def _emit(self, event: CallBegin | CallArguments) -> None:
         if not (self._only_one and event.index):
             self._out.append(event)
 
-    def _content(self, text: str) -> None:
-        """Emits content, but the spaces at its end only when more follows, and those after a call or reasoning only
-        when there was content before."""
-        text = self._spaces + text
-        stripped = text.rstrip(self.between)
-        if stripped and self._has_regions and not self._has_content:
-            stripped = stripped.lstrip(self.between)
-        self._spaces = text[len(text.rstrip(self.between)) :]
-        if stripped:
-            self._has_content = True
-            self._emit_text(Content, stripped)
-
-    def _emit_text(self, kind: type[Content] | type[Reasoning], text: str) -> None:
-        if not text:
-            return
-        last = self._out[-1] if self._out else None
-        if isinstance(last, kind):
-            self._out[-1] = kind(last.text + text)
-        else:
-            self._out.append(kind(text))
+    def _new_id(self, name: str) -> str:
+        return new_id(self._template.ids, name, self._first_call + self._calls - 1)
 
 
-class TemplateReader(CallReader):
-    """Reads an answer by a response template."""
-
-    def __init__(
-        self,
-        template: ResponseTemplate,
-        new_id: NewId = call_id,
-        *,
-        message: str = "",
-        tools: Mapping[str, Mapping[str, Any]] | None = None,
-        streamed: bool = False,
-        only_one: bool = False,
-    ) -> None:
-        """``message``: what the prompt has of the answer's message. ``tools``: the schemas of their
-        arguments, by name; None: calls are content."""
-        super().__init__(new_id, streamed=streamed, only_one=only_one)
-        self.between = template.between
-        self._template = template
-        self._tools = {name: schema.get("properties") or {} for name, schema in (tools or {}).items()}
-        self._opens = [
-            (region, region.open)
-            for region in template.regions
-            if region.open is not None and (tools is not None or region.kind != "calls")
-        ]
-        if template.outside.close is not None:
-            self._opens.append((template.outside, template.outside.close))
-        self._region: Region | None = None  # None: outside
-        self._found: Found | None = None  # of the region's opening anchor
-        self._body: list[str] = []  # of a region that is parsed at its end
-        self._begun = False  # the region has text that is not a space
-        self._pushed = 0  # characters
-        self._empty_at = -1  # where the last anchor without text was
-        if message:
-            self.push(message)
-            self._out, self._spaces = [], ""
-
-    @property
-    def in_reasoning(self) -> bool:
-        """Returns whether the text so far ends in reasoning."""
-        return (self._region or self._template.outside).kind == "reasoning"
-
-    def push(self, text: str) -> list[Event]:
-        self._pushed += len(text)
-        return super().push(text)
-
-    def _outside(self, text: str) -> str:
-        try:
-            best, held = first_of(self._opens, text, at_end=self._is_over)
-        except TimeoutError:  # of a checkpoint's pattern
-            self._opens, best, held = [], None, len(text)
-        self._text_of(self._template.outside, text[:held])
-        if best is None:
-            self._held = text[held:]
-            return ""
-        region, found = best
-        at = self._pushed - len(text) + found.start
-        if found.start == found.end and at == self._empty_at:  # it would match forever
-            self._text_of(self._template.outside, text[found.start])
-            return text[found.start + 1 :]
-        self._empty_at = at if found.start == found.end else -1
-        if region is not self._template.outside:
-            self._enter(region, found, text[found.start : found.end])
-        return text[found.end :]
-
-    def _enter(self, region: Region, found: Found, opening: str) -> None:
-        self._region, self._found, self._begun, self._opening = region, found, False, opening
-        if region.kind != "calls":
-            self._spaces = self._spaces if region.kind == "content" else ""
-            self._state = self._inside
-            return
-        self._keys, self._given_id = region.options.get("keys"), found.groups.get("id", "")
-        self._state = self._value if region.is_streamed else self._collect
-        if region.is_streamed and region.has_name:
-            self._after = self._closed
-            self._open(opening, found.groups["name"])
-
-    def _inside(self, text: str) -> str:
-        """Reads a region of text, up to its end."""
-        region = self._region
-        assert region is not None
-        before, found = self._until_closed(text)
-        self._text_of(region, before)
-        if found is None:
-            return ""
-        self._leave()
-        return text[found.end :]
-
-    def _collect(self, text: str) -> str:
-        """Reads a region of calls that is parsed at its end."""
-        before, found = self._until_closed(text)
-        self._body.append(before)
-        if found is None:
-            return ""
-        self._parse(text[found.start : found.end])
-        return text[found.end :]
-
-    def _until_closed(self, text: str) -> tuple[str, Found | None]:
-        """Returns the text before the region's end, and the end; without an end, holds what may become one."""
-        region = self._region
-        assert region is not None
-        try:
-            found = None if region.close is None else region.close.find(text, 0, at_end=self._is_over)
-        except TimeoutError:
-            self._region, found = replace(region, close=None), None
-        if found is None:
-            return text, None
-        if found.is_pending:
-            self._held = text[found.start :]
-            return text[: found.start], None
-        return text[: found.start], found
-
-    def _text_of(self, region: Region, text: str) -> None:
-        if region.kind == "content":
-            self._content(text)
-        elif region.kind == "reasoning" and text:
-            self._has_regions = True
-            text = self._spaces + text
-            stripped = text.rstrip(SPACE)
-            self._spaces = text[len(stripped) :]
-            if not self._begun:
-                stripped = stripped.lstrip(SPACE)
-            self._begun = self._begun or bool(stripped)
-            self._emit_text(Reasoning, stripped)
-
-    def _leave(self) -> None:
-        region, self._region, self._state = self._region, None, self._outside
-        if region is not None and region.kind == "reasoning":
-            self._has_regions, self._spaces = True, ""
-
-    def _parse(self, closing: str) -> None:
-        region, found, body = self._region, self._found, "".join(self._body)
-        assert region is not None
-        assert found is not None
-        self._body = []
-        self._leave()
-        try:
-            calls = list(calls_in(region, body, found.groups, self._tools))
-        except ContentError:
-            self._content(self._opening + body + closing)
-            return
-        for call in calls:
-            self._begin_call(call.name, call.id or self._given_id)
-            self._emit(CallArguments(self._calls - 1, call.arguments))
-
-    def _in_call(self, text: str) -> str:
-        rest = super()._in_call(text)
-        if self._state == self._outside:  # it was no call
-            self._region = None
-        return rest
-
-    def _closed(self, text: str) -> str:
-        """Reads the end of a region of calls, which may be missing."""
-        region = self._region
-        assert region is not None
-        if region.close is not None:
-            stripped = text.lstrip(SPACE)
-            found = region.close.find(stripped, 0, at_end=False)
-            is_next = found is not None and not found.start
-            if not stripped or (found is not None and is_next and found.is_pending):
-                self._held = "" if self._is_over else text
-                return ""
-            if found is not None and is_next:
-                text = stripped[found.end :]
-        self._leave()
-        return text
-
-    def _end(self) -> None:
-        super()._end()
-        if self._state == self._collect:
-            self._parse("")
+@lru_cache(maxsize=1024)
+def watched(
+    template: ResponseTemplate, field: TemplateField, dropped: Anchor | None, silent: bool
+) -> tuple[Pattern | None, tuple[tuple[Anchor, TemplateField | None], ...]]:
+    """Returns the anchors that may come next in a field, with the field that each opens, and a pattern that matches
+    where any of them may begin. In the prompt, which is ``silent``, calls are not read."""
+    anchors: list[tuple[Anchor, TemplateField | None]] = []
+    if field.open is None:
+        opens = (other for other in template.fields if other.open and not (silent and other.role == "calls"))
+        anchors += [(opened.open, opened) for opened in opens if opened.open is not None]
+    if field.close is not None:
+        anchors.append((field.close, None))
+    if dropped is not None and field.role != "calls":
+        anchors.append((dropped, _DROPPED))
+    patterns = [anchor.pattern for anchor, _ in anchors]
+    words = {name: value for pattern in patterns for name, value in pattern.named_lists.items()}
+    gate = "|".join(f"(?:{pattern.pattern})" for pattern in patterns)
+    joined = None
+    if len(patterns) > 1 and not regex.search(r"\\[1-9]", gate):  # numbers of groups change in it
+        with contextlib.suppress(regex.error):
+            joined = regex.compile(gate, regex.DOTALL, **words)  # type: ignore[arg-type]
+    return joined, tuple(anchors)
 
 
-class RequiredReader(CallReader):
-    """Reads the answer to `tool_choice: required`, which guided decoding restricts to a JSON array of calls."""
-
-    def __init__(self, new_id: NewId = call_id, *, streamed: bool = False, only_one: bool = False) -> None:
-        super().__init__(new_id, streamed=streamed, only_one=only_one)
-        self._state = self._value
+_ANY = TemplateField("content", None, None, "text", {}, "\n", None, False)
+_DROPPED = TemplateField("other", None, None, "text", {}, "", None, False)
+_KEYS = ("name", *ARGUMENTS, "type", "id")  # of a call without a marker, so that other JSON is rejected early
 
 
-class NamedReader:
-    """Reads the answer if `tool_choice` names a function: guided decoding restricts it to the arguments.
-
-    As with OpenAI and vLLM, its finish reason is "stop", not "tool_calls".
-    """
-
-    def __init__(self, name: str, new_id: NewId = call_id) -> None:
-        self._begin: list[Event] = [CallBegin(0, new_id(), name)]
-
-    def push(self, text: str) -> list[Event]:
-        if not text:
-            return []
-        begin, self._begin = self._begin, []
-        return [*begin, CallArguments(0, text)]
-
-    def flush(self) -> list[Event]:
-        begin, self._begin = self._begin, []
-        return begin
-
-    def finish_reason(self, reason: str) -> str:
-        return reason
+def _check_whole(body: str, field: TemplateField) -> None:
+    """Raises Unreadable for a text that ends inside a tag."""
+    if regex.sub(field.args["tag_pattern"], "", body, flags=regex.DOTALL, timeout=MAX_MATCH_S).strip():
+        raise Unreadable("the last tag is not complete")
 
 
-class ForcedReader:
-    """Reads a forced call after reasoning: what the template takes for content is the call."""
-
-    def __init__(self, reasoning: TemplateReader, call: AnswerReader) -> None:
-        self._reasoning = reasoning
-        self._call = call
-
-    def push(self, text: str) -> list[Event]:
-        return [read for event in self._reasoning.push(text) for read in self._forced(event)]
-
-    def flush(self) -> list[Event]:
-        read = [each for event in self._reasoning.flush() for each in self._forced(event)]
-        return [*read, *self._call.flush()]
-
-    def finish_reason(self, reason: str) -> str:
-        return self._call.finish_reason(reason)
-
-    def _forced(self, event: Event) -> list[Event]:
-        return self._call.push(event.text) if isinstance(event, Content) else [event]
+def new_id(form: str, name: str, index: int) -> str:
+    """Returns the id of a call in the form that the model's chat template accepts: Mistral's has nine characters,
+    Kimi's the function and the index of the call in the chat."""
+    if form == "mistral":
+        return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
+    return f"functions.{name}:{index}" if form == "kimi" else f"call_{secrets.token_hex(12)}"

@@ -1,260 +1,210 @@
-"""Response templates: the format in which checkpoints describe their answers (transformers 5.13 and later).
+"""Response templates: the declarative format in which checkpoints describe their answers, as frozen values.
 
-A template has fields, each with the anchors between which its text stands in an answer. Here ``content`` is the
-content, ``thinking``, ``reasoning`` and ``reasoning_content`` are the reasoning, and ``tool_calls`` the calls; the text
-of any other field is dropped. Templates of ours extend the format:
-
-- A name may have a suffix after a slash, so that a kind of text has several forms.
-- ``start_anchor`` may be missing.
-- ``between`` are the characters between calls that are not content.
-- A field of calls in JSON without an end closes with its value; its ``keys`` are those that a call may have.
-- ``python`` parses calls such as ``[f(a=1)]``.
+The format is that of `response_template` in tokenizer_config.json (transformers 5.13 and later). One extension: a field
+named `tool_calls:NAME` is another form of `tool_calls`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import regex
 
-from orchestrator.gateway.reading.call_text import ARGUMENTS, SPACE
+from orchestrator.gateway.reading.content import MAX_MATCH_S, PARSERS, Match, Pattern
 
-MAX_ANCHOR_CHARACTERS = 1000  # of the text that a pattern matches; longer text is content
-MATCH_TIMEOUT_S = 0.05  # of one search for a pattern of a checkpoint
-RegionKind = Literal["content", "reasoning", "calls", "dropped"]
-KINDS: Mapping[str, RegionKind] = MappingProxyType(
-    {
-        "content": "content",
-        "thinking": "reasoning",
-        "reasoning": "reasoning",
-        "reasoning_content": "reasoning",
-        "tool_calls": "calls",
-    }
+MAX_ANCHOR_CHARACTERS = 400  # of a text that an anchor matches; longer ones are not anchors
+MAX_PATTERN_CHARACTERS = 4000
+Role = Literal["content", "reasoning", "calls", "other"]
+_ROLES: Mapping[str, Role] = {
+    "content": "content",
+    "thinking": "reasoning",
+    "reasoning": "reasoning",
+    "reasoning_content": "reasoning",
+    "tool_calls": "calls",
+}
+_FIELD_KEYS = frozenset(
+    "open open_pattern close close_pattern content content_args repeats join optional transform transform_each".split()  # noqa: SIM905
 )
-PARSERS = ("text", "int", "float", "bool", "json", "xml-inline", "kv-lines", "python")
-_FIELDS = {"open", "open_pattern", "close", "close_pattern", "content", "content_args", "repeats", "join", "optional"}
-_FIELDS |= {"transform", "transform_each"}
-_KEYS = {"version", "defaults", "fields", "start_anchor", "start_anchor_pattern", "between"}
+_KEYS = frozenset(("version", "defaults", "fields", "start_anchor", "start_anchor_pattern"))
+_META = regex.compile(r"(?<!\\)[\[\](){}.*+?|^$]|\\[a-zA-Z]")
 
 
-class TemplateError(ValueError):
-    """A response template cannot be used."""
+class BadResponseTemplate(ValueError):
+    """A response template that is not in the format; the text names the field."""
 
 
-class Found(NamedTuple):
-    """A match of an anchor."""
-
-    start: int
-    end: int
-    groups: Mapping[str, str]
-    is_pending: bool  # more text may change it
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Anchor:
-    """The text at which a region begins or ends: one of several literals, or a pattern of the package `regex`."""
+    """Where a field begins or ends."""
 
-    literals: tuple[str, ...]  # empty: the pattern
-    pattern: Any = None
+    pattern: Pattern
+    fixed: bool  # a match at the end of the text cannot become longer
 
-    def find(self, text: str, start: int, *, at_end: bool) -> Found | None:
-        """Returns the first match at or after ``start``, or a beginning of one at the end of ``text``. ``at_end``: no
-        more text will follow. Raises TimeoutError for a pattern that takes too long."""
-        if self.pattern is None:
-            return self._literal(text, start, at_end)
-        while start <= len(text):
-            match = self.pattern.search(text, start, partial=not at_end, timeout=MATCH_TIMEOUT_S)
-            if match is None or (match.partial and match.start() == len(text)):
-                return None
-            if (match.end() if not match.partial else len(text)) - match.start() <= MAX_ANCHOR_CHARACTERS:
-                is_pending = match.partial or (match.end() == len(text) and not at_end)
-                groups = {name: value for name, value in match.groupdict().items() if value is not None}
-                return Found(match.start(), match.end(), groups, is_pending)
-            start = match.start() + 1
-        return None
+    def search(self, text: str, start: int, final: bool) -> tuple[Match | None, bool]:
+        """Returns the first match from ``start``, and whether it is certain: more text may complete or lengthen it,
+        unless the text is ``final``. Raises TimeoutError."""
+        find, size = self.pattern.search, len(text)
+        while (match := find(text, start, partial=not final, timeout=MAX_MATCH_S)) is not None:
+            begin, end = match.span()
+            if size - begin <= MAX_ANCHOR_CHARACTERS:
+                return match, final or not (match.partial or self._may_grow(text, begin, end))
+            match = self.pattern.match(text, begin, begin + MAX_ANCHOR_CHARACTERS, timeout=MAX_MATCH_S)
+            if match is not None:
+                return match, True
+            start = begin + 1
+        return None, False
 
-    def _literal(self, text: str, start: int, at_end: bool) -> Found | None:
-        found: Found | None = None
-        for literal in self.literals:
-            at = text.find(literal, start)
-            if at >= 0 and (found is None or (at, -len(literal)) < (found.start, found.start - found.end)):
-                found = Found(at, at + len(literal), {}, False)
-        if at_end:
-            return found
-        for literal in self.literals:
-            at = len(text) - _overlap(text, literal, start)
-            if at < len(text) and (found is None or at <= found.start):
-                found = Found(at, len(text), {}, True)
-        return found
-
-
-def _overlap(text: str, literal: str, start: int) -> int:
-    """Returns the length of the longest end of ``text`` that is a proper beginning of a literal."""
-    for length in range(min(len(literal) - 1, len(text) - start), 0, -1):
-        if text.endswith(literal[:length]):
-            return length
-    return 0
-
-
-@dataclass(frozen=True)
-class Region:
-    """A field of a template: where its text stands, and how it is parsed."""
-
-    kind: RegionKind
-    open: Anchor | None  # None: text outside of all other regions
-    close: Anchor | None
-    parser: str
-    options: Mapping[str, Any]
-    transform: Any  # the value of the field, with placeholders; None: what was parsed
-    transform_each: bool  # for each element of what was parsed
-
-    @property
-    def is_streamed(self) -> bool:
-        """Returns whether the arguments of a call are known before its end: they are JSON in the text."""
-        function = self.transform.get("function", self.transform) if isinstance(self.transform, Mapping) else {}
-        if self.kind != "calls" or self.parser != "json" or set(self.options) - {"keys"}:
-            return False
-        prefix = "" if self.transform_each else "content."
-        arguments = {"{content}"} if self.has_name else {f"{{{prefix}{key}}}" for key in ARGUMENTS}
-        return not function or (
-            function.get("name") == ("{name}" if self.has_name else f"{{{prefix}name}}")
-            and function.get("arguments") in arguments
+    def _may_grow(self, text: str, begin: int, end: int) -> bool:
+        if end == len(text):
+            return not self.fixed or begin == end
+        return not self.fixed and (
+            self.pattern.fullmatch(text, begin, partial=True, timeout=MAX_MATCH_S) is not None  # an optional end
         )
 
     @property
-    def has_name(self) -> bool:
-        """Returns whether the name of a call is in its anchor."""
-        return self.open is not None and self.open.pattern is not None and "name" in self.open.pattern.groupindex
+    def text(self) -> str | None:
+        """The only text that it matches, apart from spaces at its ends; None where there are several."""
+        bare = self.pattern.pattern.replace(r"\s*", "").replace(r"\n", "")
+        return None if _META.search(bare) else regex.sub(r"\\(.)", r"\1", bare)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
+class TemplateField:
+    """A part of the answer, from its anchor ``open`` to ``close``; None: anywhere else, and to the next field."""
+
+    role: Role
+    open: Anchor | None
+    close: Anchor | None
+    content: str  # the parser of its text
+    args: Mapping[str, Any]
+    join: str  # between the texts of several parts of this field
+    transform: Any  # the shape of the value
+    each: bool  # ``transform`` is that of each item
+
+    @property
+    def json_call(self) -> Literal["object", "array", "arguments"] | None:
+        """What the text is if it is JSON that is passed on as it arrives: one call, a list of them, or the arguments of
+        a call whose name is in the anchor. None for any other text, which is read as a whole."""
+        function = self.transform.get("function") if isinstance(self.transform, Mapping) else None
+        if self.role != "calls" or self.content != "json" or self.args or not isinstance(function, Mapping):
+            return None
+        names = function.get("name"), function.get("arguments")
+        if self.each:
+            return "array" if names in (("{name}", "{arguments}"), ("{name}", "{parameters}")) else None
+        if names in (("{content.name}", "{content.arguments}"), ("{content.name}", "{content.parameters}")):
+            return "object"
+        return "arguments" if names == ("{name}", "{content}") else None
+
+
+@dataclass(frozen=True, eq=False)
 class ResponseTemplate:
-    """A template that is ready for use."""
+    """The parts of a model's answer."""
 
-    regions: tuple[Region, ...]  # with an opening anchor
-    outside: Region  # the rest of the text
-    start: Anchor | None  # the beginning of an answer in the prompt
-    between: str = SPACE
+    start: Anchor  # the end of the prompt begins after its last match
+    fields: tuple[TemplateField, ...]
+    ids: Literal["", "mistral", "kimi"] = ""  # the form of calls' ids, where the chat template requires one
+
+    def field_of(self, role: Role) -> TemplateField | None:
+        """Returns the first field with the role."""
+        return next((field for field in self.fields if field.role == role), None)
 
     @property
-    def has_calls(self) -> bool:
-        return any(region.kind == "calls" for region in self.regions)
+    def implicit(self) -> TemplateField | None:
+        """The field of text that is in no other field."""
+        return next((field for field in self.fields if field.open is None), None)
+
+    def answer_in(self, prompt: str) -> str:
+        """Returns the beginning of the answer that a prompt ends with."""
+        ends = [match.end() for match in self.start.pattern.finditer(prompt, timeout=MAX_MATCH_S)]
+        return prompt[ends[-1] :] if ends else ""
+
+    def dropped(self, special_tokens: Iterable[str]) -> Anchor | None:
+        """Returns an anchor of the special tokens that no anchor of a field names; None where there are none."""
+        anchors = [anchor for field in self.fields for anchor in (field.open, field.close) if anchor is not None]
+        named = "\0".join(regex.sub(r"\\(.)", r"\1", anchor.pattern.pattern) for anchor in anchors)
+        words = [token for token in special_tokens if token and token not in named]
+        return Anchor(regex.compile(r"\L<words>", words=words), True) if words else None
 
     @property
-    def reasoning(self) -> tuple[str, str] | None:
-        """The texts before and after reasoning, if they are literals."""
-        for region in self.regions:
-            begin, end = region.open, region.close
-            if region.kind == "reasoning" and begin and end and begin.literals and end.literals:
-                return begin.literals[0], end.literals[0]
+    def reasons(self) -> bool:
+        """Answers may have reasoning."""
+        return self.field_of("reasoning") is not None
+
+
+def load_template(spec: Any, ids: Literal["", "mistral", "kimi"] = "") -> ResponseTemplate:
+    """Checks a response template, and compiles its patterns. Raises BadResponseTemplate."""
+    scope = "response_template"
+    values = _mapping(scope, spec, _KEYS)
+    if values.get("version", 1) != 1:
+        raise BadResponseTemplate(f"{scope}: version {values['version']} is not supported, only 1")
+    fields = values.get("fields")
+    if not isinstance(fields, Mapping) or not fields:
+        raise BadResponseTemplate(f"{scope}.fields must be an object with at least one field")
+    loaded = tuple(_field(str(name), field) for name, field in fields.items())
+    if sum(field.open is None for field in loaded) > 1:
+        raise BadResponseTemplate(f"{scope}.fields: only one field may have neither open nor open_pattern")
+    start = _anchor(scope, values, "start_anchor")
+    if start is None:
+        raise BadResponseTemplate(f"{scope} must have start_anchor or start_anchor_pattern")
+    return ResponseTemplate(start, loaded, ids)
+
+
+def _mapping(scope: str, value: Any, keys: frozenset[str]) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise BadResponseTemplate(f"{scope} must be an object, not {type(value).__name__}")
+    if unknown := sorted(map(str, value.keys() - keys)):
+        raise BadResponseTemplate(f"{scope}: {unknown[0]} is not a known key; keys are {', '.join(sorted(keys))}")
+    return value
+
+
+def _field(name: str, spec: Any) -> TemplateField:
+    scope = f"response_template.fields.{name}"
+    values = _mapping(scope, spec, _FIELD_KEYS)
+    content, args, join = values.get("content", "text"), values.get("content_args", {}), values.get("join")
+    if content not in PARSERS:
+        raise BadResponseTemplate(f"{scope}.content: {content!r} is not one of {', '.join(sorted(PARSERS))}")
+    if not isinstance(args, Mapping) or not isinstance(join, str | None):
+        raise BadResponseTemplate(f"{scope}: content_args must be an object, and join a text")
+    role = _ROLES.get(name.partition(":")[0], "other")
+    if role in ("content", "reasoning") and (content != "text" or values.get("transform") is not None):
+        raise BadResponseTemplate(f"{scope} must be text without a transform")
+    pattern = args.get("tag_pattern")
+    if pattern is not None and not {"key", "value"} <= _compiled(f"{scope}.content_args", pattern).groupindex.keys():
+        raise BadResponseTemplate(f"{scope}.content_args.tag_pattern must have the groups key and value")
+    return TemplateField(
+        role,
+        _anchor(scope, values, "open"),
+        _anchor(scope, values, "close"),
+        content,
+        args,
+        "\n" if join is None else join,
+        values.get("transform"),
+        bool(values.get("transform_each", False)),
+    )
+
+
+def _anchor(scope: str, values: Mapping[str, Any], key: str) -> Anchor | None:
+    literal, pattern = values.get(key), values.get(f"{key}_pattern")
+    if literal is None and pattern is None:
         return None
-
-    @property
-    def has_reasoning(self) -> bool:
-        return any(region.kind == "reasoning" for region in (*self.regions, self.outside))
-
-    def message_start(self, prompt: str) -> str:
-        """Returns the part of a prompt that belongs to the answer's message already."""
-        at, found = None, None if self.start is None else self.start.find(prompt, 0, at_end=True)
-        while found is not None and self.start is not None and found.end > found.start:
-            at, found = found.end, self.start.find(prompt, found.end, at_end=True)
-        if at is not None:
-            return prompt[at:]
-        markers = self.reasoning
-        return markers[0] if markers is not None and prompt.rstrip().endswith(markers[0]) else ""
-
-
-def load_template(value: Any) -> ResponseTemplate:
-    """Returns a decoded template. Raises TemplateError that names the field."""
-    if not isinstance(value, dict) or not isinstance(value.get("fields"), dict) or not value["fields"]:
-        raise TemplateError("it is not an object with `fields`")
-    if value.get("version", 1) != 1:
-        raise TemplateError(f"version {value['version']!r} is unknown; the format has version 1")
-    if unknown := sorted(value.keys() - _KEYS):
-        raise TemplateError(f"{unknown[0]!r} is not a key of the format")
-    regions = {name: _region(name, field) for name, field in value["fields"].items()}
-    outside = [name for name, region in regions.items() if region.open is None]
-    if len(outside) > 1:
-        raise TemplateError(f"the fields {', '.join(outside)} have no `open`; only one may have none")
-    default = Region("content", None, None, "text", {}, None, False)
-    return ResponseTemplate(
-        tuple(region for region in regions.values() if region.open is not None),
-        regions[outside[0]] if outside else default,
-        _anchor("the template", value, "start_anchor"),
-        value.get("between", SPACE),
-    )
-
-
-def _region(name: str, field: Any) -> Region:
-    where = f"fields.{name}"
-    if not isinstance(field, dict):
-        raise TemplateError(f"{where} is not an object")
-    if unknown := sorted(field.keys() - _FIELDS):
-        raise TemplateError(f"{where}.{unknown[0]} is not a key of the format")
-    parser, options = field.get("content", "text"), field.get("content_args") or {}
-    if parser not in PARSERS:
-        raise TemplateError(f"{where}.content: {parser!r} is not one of {', '.join(PARSERS)}")
-    if not isinstance(options, dict) or (parser == "xml-inline" and "tag_pattern" not in options):
-        raise TemplateError(f"{where}.content_args: {parser} needs an object with its arguments")
-    if "tag_pattern" in options:
-        options = {
-            **options,
-            "tag_pattern": _compiled(f"fields.{name}.content_args.tag_pattern", options["tag_pattern"]),
-        }
-    where = f"fields.{name}"
-    return Region(
-        KINDS.get(name.partition("/")[0], "dropped"),
-        _anchor(where, field, "open"),
-        _anchor(where, field, "close"),
-        parser,
-        options,
-        field.get("transform"),
-        bool(field.get("transform_each")),
-    )
-
-
-def _anchor(where: str, field: Mapping[str, Any], key: str) -> Anchor | None:
-    literal, pattern = field.get(key), field.get(f"{key}_pattern")
-    if literal is not None and pattern is not None:
-        raise TemplateError(f"{where}: {key} and {key}_pattern exclude each other")
     if pattern is not None:
-        return Anchor((), _compiled(f"{where}.{key}_pattern", pattern))
-    if literal is None:
-        return None
-    literals = [literal] if isinstance(literal, str) else literal
-    if not isinstance(literals, list) or not all(isinstance(each, str) and each for each in literals) or not literals:
-        raise TemplateError(f"{where}.{key} is not a text or a list of texts")
-    return Anchor(tuple(literals))
+        if literal is not None:
+            raise BadResponseTemplate(f"{scope}: {key} and {key}_pattern exclude each other")
+        return Anchor(_compiled(f"{scope}.{key}_pattern", pattern), False)
+    texts = [literal] if isinstance(literal, str) else literal
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text for text in texts):
+        raise BadResponseTemplate(f"{scope}.{key} must be a text or a list of texts")
+    longest = sorted(texts, key=len, reverse=True)
+    grows = any(one != other and one.startswith(other) for one in texts for other in texts)
+    return Anchor(_compiled(f"{scope}.{key}", "|".join(map(regex.escape, longest))), not grows)
 
 
-def _compiled(where: str, pattern: Any) -> Any:
+def _compiled(scope: str, pattern: Any) -> Pattern:
+    if not isinstance(pattern, str) or len(pattern) > MAX_PATTERN_CHARACTERS:
+        raise BadResponseTemplate(f"{scope} must be a pattern of at most {MAX_PATTERN_CHARACTERS} characters")
     try:
         return regex.compile(pattern, regex.DOTALL)
-    except (regex.error, TypeError) as error:
-        raise TemplateError(f"{where} is not a regular expression: {error}") from None
-
-
-def first_of(
-    anchors: Iterable[tuple[Region, Anchor]], text: str, *, at_end: bool
-) -> tuple[tuple[Region, Found] | None, int]:
-    """Returns the first match of several anchors, with its owner, and where text begins that may become another one.
-
-    Of matches at one place the longest wins, then the first anchor. A match is returned only if no other can begin at
-    or before it.
-    """
-    best: tuple[Region, Found] | None = None
-    held = len(text)
-    for owner, anchor in anchors:
-        found = anchor.find(text, 0, at_end=at_end)
-        if found is None:
-            continue
-        if found.is_pending:
-            held = min(held, found.start)
-        elif best is None or (found.start, found.start - found.end) < (best[1].start, best[1].start - best[1].end):
-            best = owner, found
-    if best is not None and best[1].start >= held and held < len(text):
-        best = None
-    return best, held if best is None else best[1].start
+    except (regex.error, RecursionError, OverflowError) as error:
+        raise BadResponseTemplate(f"{scope}: {pattern!r} is not a regular expression: {error}") from error

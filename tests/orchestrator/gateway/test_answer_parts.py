@@ -17,10 +17,10 @@ from orchestrator.gateway.openai.answers import HIDDEN_TOKENS, Answer, ChatCompl
 from orchestrator.gateway.openai.errors import engine_failed
 from orchestrator.gateway.reading.call_text import completed_object
 from orchestrator.gateway.reading.events import Content
+from orchestrator.gateway.reading.families import AnswerReading, ReaderFactory, family_template
 from orchestrator.gateway.responses.answers import Response, ResponsesAnswer
 from orchestrator.gateway.responses.requests import read_responses
 from tests.orchestrator.gateway.event_streams import joined_message, joined_response, read_events, without_ids
-from tests.orchestrator.gateway.readers import reader_of
 from tests.searches import search
 from workers.messages.requests import FinishReason, TokenEvent
 
@@ -60,10 +60,13 @@ def events_of(text: str, cuts: Sequence[int], finish: FinishReason) -> list[Toke
 
 
 def choice_for(calling: str, *, streamed: bool) -> Choice:
-    if calling == "thinking":
-        return Choice(0, [1, 2, 3], reader=reader_of("hermes", streamed=streamed, chat_template="<think></think>"))
-    parser = reader_of("hermes", calling, streamed=streamed) if calling else None
-    return Choice(0, [1, 2, 3], reader=parser)
+    return Choice(0, [1, 2, 3], reader=readers(calling, streamed=streamed)() if calling else None)
+
+
+def readers(calling: str, *, streamed: bool) -> ReaderFactory:
+    """Makes readers of Hermes' calls; ``calling`` thinking: with reasoning."""
+    reading = AnswerReading(family_template("hermes", reasons=calling == "thinking"))
+    return ReaderFactory(reading, "auto" if calling == "thinking" else calling, "f", streamed=streamed)
 
 
 def message(text: str, cuts: Sequence[int], finish: FinishReason, calling: str) -> dict[str, Any]:
@@ -220,7 +223,7 @@ def test_tokens_of_reasoning_are_counted() -> None:
 def test_a_retry_reads_its_answer_from_the_beginning() -> None:
     """A replica that is lost in the middle of an answer leaves nothing in it."""
     choice = choice_for("thinking", streamed=False)
-    choice.new_reader = lambda: reader_of("hermes", streamed=False, chat_template="<think></think>")
+    choice.new_reader = readers("thinking", streamed=False)
     choice.gather([TokenEvent(id="r", text="<think>Hm", token_ids=[5])])
 
     assert choice.gather(events_of("Yes.", (), FinishReason.STOP), attempt=1) == [Content("Yes.")]

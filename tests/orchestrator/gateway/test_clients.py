@@ -258,10 +258,11 @@ def test_an_impossible_request_is_rejected_with_a_reason(
 
 
 def test_a_model_whose_calls_cannot_be_parsed_rejects_tools(place: Place) -> None:
-    """With `tool_parser: none`; a forced call needs no parser."""
+    """With `response_template: none`; a forced call needs no parser."""
     table_of = place.gateway.controller.table.models
     silenced = [
-        msgspec.structs.replace(model, tool_parser="none") if model.name == "hermes" else model for model in table_of
+        msgspec.structs.replace(model, response_template="none") if model.name == "hermes" else model
+        for model in table_of
     ]
     place.gateway.serve(*silenced)
     try:
@@ -270,7 +271,7 @@ def test_a_model_whose_calls_cannot_be_parsed_rejects_tools(place: Place) -> Non
         place.gateway.serve(*table_of)
     error = response.json()["error"]
     assert (response.status_code, error["code"], error["param"]) == (400, "tools_not_supported", "tool_choice")
-    assert "tool_parser" in error["message"]
+    assert "response_template" in error["message"]
 
 
 # Aliases, /tokenize and /detokenize

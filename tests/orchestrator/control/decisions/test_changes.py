@@ -100,7 +100,7 @@ OTHERWISE: dict[str, object] = {  # for each field another value than the defaul
     "request_defaults": {"top_k": 3},
     "adapters": {"b": "./b"},
     "managed_by": "sagemaker",
-    "tool_parser": "hermes",
+    "response_template": "hermes",
     "threads": 3,
     "allow_head_padding": True,
     "allow_degrees": [3],

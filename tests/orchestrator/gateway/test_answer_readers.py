@@ -1,9 +1,11 @@
-"""Tool calls in a model's text: what is read, what stays text, and that it does not matter how the text is cut."""
+"""Reasoning and calls in a model's text: what is read, what stays text, and that cuts of the text do not matter."""
 
 from __future__ import annotations
 
 import itertools
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,26 +13,135 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from orchestrator.gateway.reading.events import (
+    AnswerReader,
     CallArguments,
     CallBegin,
     Content,
     Event,
+    Reasoning,
 )
-from tests.orchestrator.gateway.readers import reader_of
+from orchestrator.gateway.reading.families import AnswerReading, ReaderFactory, detect_family, families, family_template
+from orchestrator.gateway.reading.template import BadResponseTemplate, load_template
 from tests.searches import search
 from tests.tiers import everyday
 
 WEATHER = {"city": "San Francisco", "state": "CA", "unit": "celsius"}
 
 
+def message(factory: ReaderFactory, text: str, size: int) -> dict[str, Any]:
+    """The message of an answer that arrives in pieces of ``size`` characters."""
+    reader = factory()
+    events = [event for at in range(0, len(text), size) for event in reader.push(text[at : at + size])]
+    events += reader.flush()
+    content, calls = joined([event for event in events if not isinstance(event, Reasoning)])
+    reasoning = "".join(event.text for event in events if isinstance(event, Reasoning))
+    return {"reasoning": reasoning, "content": content, "calls": [list(call) for call in values(calls)]}
+
+
+TYPED: list[dict[str, Any]] = [
+    {
+        "name": "get_weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
+    }
+]
+CONVERSATIONS = json.loads(Path(__file__).with_name("answers_of_families.json").read_text())
+OURS = ("llama4", "gemma3")  # calls in Python's notation are no part of transformers' format
+
+
+@pytest.mark.parametrize("told", CONVERSATIONS, ids=lambda told: told["family"])
+@pytest.mark.parametrize("streamed", [True, False])
+def test_an_answer_of_each_family_is_read_in_any_chunks(told: dict[str, Any], streamed: bool) -> None:
+    """In its documented form: whole, and cut at every character and after every second and seventh."""
+    properties = {tool["name"]: tool["parameters"]["properties"] for tool in TYPED}
+    reading = AnswerReading(family_template(told["family"]))
+    factory = ReaderFactory(reading, "auto", tools=properties, prompt=told["prompt"], streamed=streamed)
+
+    read = [message(factory, told["text"], size) for size in (1, 2, 7, len(told["text"]))]
+
+    assert read == [{"reasoning": "", "content": "", "calls": [], **told["message"]}] * 4
+
+
+@pytest.mark.parametrize(
+    "told", [told for told in CONVERSATIONS if told["family"] not in OURS], ids=lambda told: told["family"]
+)
+def test_transformers_reads_the_same_message(told: dict[str, Any]) -> None:
+    """Its parser of response templates, with the template of the family."""
+    chat_parsing = pytest.importorskip("transformers.utils.chat_parsing")
+    template = families()[told["family"]].template
+
+    parsed = chat_parsing.parse_response(told["text"], template, prefix=told["prompt"], tools=TYPED)
+
+    values = [value for name, field in parsed.items() if name.startswith("tool_calls") for value in field]
+    calls = [value["function"] for value in values]
+    assert {
+        "reasoning": parsed.get("reasoning_content", ""),
+        "content": parsed.get("content", ""),
+        "calls": [[call["name"], call["arguments"]] for call in calls],
+    } == {"reasoning": "", "content": "", "calls": [], **told["message"]}
+
+
+def test_the_model_reasons_if_the_prompt_ends_so() -> None:
+    """The chat template writes the beginning, or an empty reasoning."""
+    for prompt, reasons in (("<think>\n", True), ("<think>\n\n</think>\n\n", False), ("", False)):
+        factory = ReaderFactory(
+            AnswerReading(family_template("hermes")), "auto", prompt=f"<|im_start|>assistant\n{prompt}"
+        )
+        assert factory.begins_in_reasoning is reasons
+
+
+@pytest.mark.parametrize("size", [1, 3, 100])
+def test_special_tokens_that_mark_nothing_are_dropped(size: int) -> None:
+    """From reasoning and content; those of the template stay markers."""
+    template = family_template("hermes")
+    dropped = template.dropped(["<|im_start|>", "<tool_call>", "</think>", "<|im|>"])
+    text = '<think>a<|im_start|>b</think>c<|im|>d <tool_call>{"name": "f", "arguments": {}}</tool_call>'
+
+    read = message(ReaderFactory(AnswerReading(template, dropped), "auto"), text, size)
+
+    assert read == {"reasoning": "ab", "content": "cd", "calls": [["f", {}]]}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"version": 2}, "version 2 is not supported"),
+        ({"fields": {}}, "fields must be an object"),
+        ({"fields": {"content": {}, "role": {}}}, "only one field"),
+        ({"start_anchor": None}, "must have start_anchor"),
+        ({"more": 1}, "more is not a known key"),
+        ({"fields": {"content": {"open": "a", "open_pattern": "b"}}}, "exclude each other"),
+        ({"fields": {"content": {"open_pattern": "("}}}, "content.open_pattern: '(' is not a regular expression"),
+        ({"fields": {"tool_calls": {"content": "yaml"}}}, "tool_calls.content: 'yaml' is not one of"),
+    ],
+)
+def test_a_template_that_is_not_in_the_format_is_rejected(change: dict[str, Any], says: str) -> None:
+    """With the field, and what is wrong with it."""
+    with pytest.raises(BadResponseTemplate, match=re.escape(says)):
+        load_template({"start_anchor": "<a>", "fields": {"content": {}}, **change})
+
+
+def test_a_pattern_that_does_not_end_leaves_the_text_as_content() -> None:
+    """Checkpoints may have patterns that backtrack without end."""
+    template = load_template(
+        {"start_anchor": "<a>", "fields": {"content": {}, "thinking": {"open_pattern": "(x+x+)+y", "close": "z"}}}
+    )
+    text = "x" * 300
+
+    assert message(ReaderFactory(AnswerReading(template), "auto"), text, 300)["content"] == text
+
+
 def joined(events: list[Event]) -> tuple[str, list[tuple[str, str]]]:
-    """The content, and name and arguments of each call; a call's pieces come in order, its beginning first."""
-    content = ""
+    """The content, with the reasoning in front, and name and arguments of each call; a call's pieces come in order, its
+    beginning first."""
+    content = reasoning = ""
     calls: list[Any] = []
     for event in events:
         if isinstance(event, Content):
             assert event.text, "an empty piece"
             content += event.text
+        elif isinstance(event, Reasoning):
+            assert event.text, "an empty piece"
+            reasoning += event.text
         elif isinstance(event, CallBegin):
             assert event.index == len(calls)
             calls.append((event.name, ""))
@@ -39,7 +150,14 @@ def joined(events: list[Event]) -> tuple[str, list[tuple[str, str]]]:
             assert event.index == len(calls) - 1, "more of a call that was over"
             assert event.text, "an empty piece"
             calls[-1] = (calls[-1][0], calls[-1][1] + event.text)
-    return content, calls
+    return (f"reasoning {reasoning}: {content}" if reasoning else content), calls
+
+
+def reader_of(
+    format: str | None, calling: str = "auto", *, streamed: bool = True, only_one: bool = False
+) -> AnswerReader:
+    template = None if format is None else family_template(format)
+    return ReaderFactory(AnswerReading(template), calling, "f", streamed=streamed, only_one=only_one)()
 
 
 def read(
@@ -98,7 +216,7 @@ FORMS: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     (
         "llama3",
         'Here is the result: {"name": "getOpenIncidentsTool", "parameters": {}} Would you like to know more?',
-        "Here is the result:  Would you like to know more?",
+        "Here is the result:\nWould you like to know more?",
         [("getOpenIncidentsTool", {})],
     ),
     (
@@ -155,7 +273,6 @@ UNHARMED = [
     ("hermes", '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>'),
     ("hermes", "a <tool_cal"),
     ("hermes", "<tool_call>"),
-    ("hermes", " \n "),
     ("llama3", "This is just some text without any tool calls"),
     ("llama3", "void f() { return {}; }"),
     ("llama3", '{"city": "Paris", "name": "x"}'),
@@ -257,6 +374,24 @@ def test_a_named_call_is_the_whole_text() -> None:
     assert reader_of(None, "named").finish_reason("stop") == "stop"
 
 
+@pytest.mark.parametrize(
+    ("template", "format"),
+    [
+        ("{{ '<tool_call>' }}", "hermes"),
+        ("{{ '[TOOL_CALLS]' }}", "mistral"),
+        ("{{ '<|python_tag|>' }}", "llama3"),
+        ('{"name": function name, "parameters": dictionary of argument name and its value}', "llama3"),
+        ("<tool_call>\n<function=example>\n<parameter=a>", "qwen3-coder"),
+        ("<tool_call>{name}\n<arg_key>", "glm"),
+        ("{{ messages }}", None),
+        (None, None),
+    ],
+)
+def test_the_format_is_detected_from_the_chat_template(template: str | None, format: str | None) -> None:
+    """By its marks; XML inside <tool_call> is another format."""
+    assert detect_family(template) == format
+
+
 # Properties
 
 NAMES = st.text("abc_XY.-9", min_size=1, max_size=6)
@@ -268,11 +403,15 @@ JSON = st.recursive(
 ARGUMENTS = st.dictionaries(st.text(max_size=4), JSON, max_size=3)
 CALLS = st.lists(st.tuples(NAMES, ARGUMENTS), min_size=1, max_size=3)
 CUTS = st.lists(st.integers(0, 10_000), max_size=12)
-PIECES = {
-    "hermes": ["<tool_call>", "</tool_call>", "<tool", "_call>"],
-    "llama3": ["<|python_tag|>", ";", "<|python"],
-    "mistral": ["[TOOL_CALLS]", "[", "]", "[ARGS]", "[CALL_ID]x", "[TOOL"],
-}
+
+
+def pieces_of(family: str) -> list[str]:
+    """The marks in the family's answers, halves of them, and what is between."""
+    texts = [told["text"] for told in CONVERSATIONS if told["family"] == family]
+    marks = [mark for text in texts for mark in re.split(r"(<[^>]*>|\[[A-Z_/]+\]|[;\[\]`]+)", text) if mark]
+    return [*dict.fromkeys([*marks, *(mark[:4] for mark in marks), *(mark[4:] for mark in marks if len(mark) > 4)])]
+
+
 COMMON = [
     "{",
     "}",
@@ -318,7 +457,7 @@ def test_however_it_is_cut_the_calls_are_those_that_were_written(
     assert (content, values(read_calls)) == (before.strip(), calls)
 
 
-@pytest.mark.parametrize("format", ["hermes", "llama3", "mistral"])
+@pytest.mark.parametrize("format", sorted(families()))
 @pytest.mark.parametrize("calling", ["auto", "required"])
 @given(data=st.data(), cuts=CUTS, streamed=st.booleans())
 @search(40)
@@ -326,7 +465,7 @@ def test_any_text_is_read_alike_however_it_is_cut(
     format: str, calling: str, data: st.DataObject, cuts: list[int], streamed: bool
 ) -> None:
     """Pieces of calls in any order; and whole and streamed answers agree where every call is good."""
-    text = "".join(data.draw(st.lists(st.sampled_from([*PIECES[format], *COMMON, CALL]), max_size=14)))
+    text = "".join(data.draw(st.lists(st.sampled_from([*pieces_of(format), *COMMON, CALL]), max_size=14)))
 
     whole = read(format, text, calling=calling, streamed=streamed)
 
@@ -336,13 +475,13 @@ def test_any_text_is_read_alike_however_it_is_cut(
         assert isinstance(json.loads(arguments), dict)
 
 
-@pytest.mark.parametrize("format", ["hermes", "llama3", "mistral"])
+@pytest.mark.parametrize("format", sorted(families()))
 @given(text=st.text(alphabet=st.characters(exclude_categories=["Cs"])), cuts=CUTS)
 @example(text="  a {b} [c] <d>  ", cuts=[1, 2, 3])
 @search(40)
 def test_ordinary_text_is_unchanged(format: str, text: str, cuts: list[int]) -> None:
-    """Including white space at its ends."""
-    assert read(format, text, cuts) == (text, [])
+    """Except for white space at its ends."""
+    assert read(format, text, cuts) == (text.strip(), [])
 
 
 def test_long_arguments_cost_their_length() -> None:
