@@ -35,9 +35,10 @@ agent = create_agent(model, tools=[get_weather, get_time], system_prompt="Answer
 question = {"messages": [{"role": "user", "content": "How is Paris?"}]}
 answer, text = "", ""
 for mode, piece in agent.stream(question, stream_mode=["messages", "values"]):
-    if mode == "values":
-        answer, text = piece["messages"][-1].text, text if piece["messages"][-1].type == "ai" else ""
-        answer = piece["structured_response"].model_dump_json() if "structured_response" in piece else answer
-    elif piece[1]["langgraph_node"] == "model":
+    if mode == "messages" and piece[1]["langgraph_node"] == "model":
         text += piece[0].text
+    elif mode == "values":
+        last, structured = piece["messages"][-1], piece.get("structured_response")
+        answer = structured.model_dump_json() if structured else last.text
+        text = text if last.type == "ai" else ""  # that of a call
 print(json.dumps({"answer": answer, "streamed": text}))
