@@ -155,8 +155,8 @@ _RATES = b", ".join(
     for kind in (b"limit", b"remaining", b"reset")
 )
 EXPOSED = (
-    b"x-request-id, request-id, x-corewright-replica, x-corewright-overhead-ms, x-corewright-decision, retry-after, %b"
-    % _RATES
+    b"x-request-id, request-id, x-corewright-replica, x-corewright-overhead-ms, x-corewright-decision, "
+    b"x-corewright-schema-relaxed, retry-after, %b" % _RATES
 )
 
 

@@ -44,6 +44,7 @@ BYTES_OF_TOKEN = 4  # estimate by which a key is charged before tokenizing
 T = TypeVar("T")
 _SYSTEM_ROLES = frozenset({"system", "developer"})
 _NULL = b"null"
+RELAXED_HEADER = b"x-corewright-schema-relaxed"  # the keywords of schemas that do not constrain the answer
 
 
 class Generation:
@@ -185,12 +186,13 @@ class Generation:
                 return result
 
     def _requests(
-        self, queue: ModelQueue, body: GenerationBody, prompts: list[list[int]], ids: Iterator[str]
+        self, queue: ModelQueue, body: GenerationBody, tokenized_prompts: Prompts, ids: Iterator[str]
     ) -> list[GenerateRequest]:
         """Returns the requests for the replicas. Raises ApiError 400."""
         limits = queue.links.limits.within(self._settings.max_prompt_tokens)
         most = default_tokens(body, queue.routes.defaults(body.model))
-        requests = requests_for(body, prompts, limits, most, ids)
+        prompts, _, _, markers = tokenized_prompts
+        requests = requests_for(body, prompts, limits, most, ids, markers)
         adapter = queue.names.adapter(body.model)
         return [msgspec.structs.replace(request, adapter=adapter) for request in requests] if adapter else requests
 
@@ -198,9 +200,11 @@ class Generation:
         """Puts the request's choices into the queue; its Reply does the rest. Raises ApiError."""
         if exchange.ended:
             return  # the client disconnected
-        prompts, echoes, parser = tokenized_prompts
+        prompts, echoes, parser, _ = tokenized_prompts
         copies = body.n or 1
-        requests = self._requests(queue, body, prompts, self.request_ids)
+        requests = self._requests(queue, body, tokenized_prompts, self.request_ids)
+        if requests[0].guide is not None and requests[0].guide.relaxed:
+            exchange.add_headers(((RELAXED_HEADER, requests[0].guide.relaxed.encode()),))
         terms = read_scheduling_parameters(exchange.request.headers, exchange.key, body.priority, time.monotonic())
         self._charge(exchange, body, requests, queue)
         choices = [Choice(i, prompts[i // copies], echoes[i // copies]) for i in range(len(requests))]
@@ -279,7 +283,7 @@ class Generation:
         prompts = await self._prompts(reply.exchange, queue, body)
         if not reply.exchange.ended:
             ids = (ticket.id for ticket in reply.tickets)
-            reply.renew(prompts, self._requests(queue, body, prompts[0], ids))
+            reply.renew(prompts, self._requests(queue, body, prompts, ids))
 
 
 Defaults = Mapping[str, Any]

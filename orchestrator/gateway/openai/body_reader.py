@@ -71,10 +71,7 @@ _shape_decoder = msgspec.json.Decoder(_Shape)
 
 REPLACEMENTS: Mapping[str, str] = MappingProxyType(  # fields of vLLM, LMI and older clients, and their replacement here
     {
-        **dict.fromkeys(
-            ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "format"),
-            'response_format: {"type": "json_schema", ...} asks for a JSON schema',
-        ),
+        "format": 'response_format: {"type": "json_schema", ...} asks for a JSON schema',
         "max_new_tokens": "max_tokens",
         "do_sample": "temperature: 0 is greedy",
         "return_full_text": "echo, of /v1/completions",
@@ -132,9 +129,6 @@ def _check_calling(request: ChatRequest) -> None:
         return
     if isinstance(request.calling, NamedTool):
         request.tool(request.calling.function.name)
-    if SamplingFields.guide(request) is not None:
-        message = "response_format cannot be combined with tool calls; send tool_choice: none, or no tools"
-        raise invalid(message, param="response_format")
     if request.calling == "auto":
         # Some models mark calls with a special token, such as Mistral's [TOOL_CALLS], which must stay in the text. The
         # tokens that end an answer are never part of it.
@@ -177,7 +171,17 @@ def read_forwarded(body: bytes) -> ForwardedFields:
 
 
 _BOUNDED = (
-    *("tools", "response_format", "chat_template_kwargs", "logit_bias", "stop", "stop_token_ids"),
+    *(
+        "tools",
+        "response_format",
+        "structured_outputs",
+        "guided_json",
+        "guided_choice",
+        "chat_template_kwargs",
+        "logit_bias",
+        "stop",
+        "stop_token_ids",
+    ),
     *("functions", "function_call", "output_config", "output_format", "stop_sequences"),
     "context_management",
 )

@@ -100,7 +100,7 @@ class Reply(ClientReply, eq=False):
     def renew(self, prompts: Prompts, requests: Sequence[GenerateRequest]) -> None:
         """Replaces the requests of the waiting choices, one request per choice; choices in a slot, or answered, stay.
         Raises ApiError."""
-        ids, echoes, parser = prompts
+        ids, echoes, parser, _ = prompts
         copies = len(requests) // len(ids)
         for position, (ticket, choice) in enumerate(self._choices.items()):
             if ticket.stream.link is None and ticket in self._open:

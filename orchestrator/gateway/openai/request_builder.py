@@ -25,7 +25,7 @@ from orchestrator.gateway.openai.protocol import (
 )
 from orchestrator.gateway.openai.tool_parsers import FORMATS, Format, detect_format, make_parser
 from orchestrator.gateway.reading.events import AnswerReader
-from workers.messages.requests import GenerateRequest
+from workers.messages.requests import AnswerConstraint, AnswerMarkers, GenerateRequest
 from workers.text.tokenizer import (
     ChatTemplateError,
     NoChatTemplate,
@@ -96,8 +96,17 @@ def format_of(setting: str, tokenizer: PromptTokenizer) -> Format | None:
     return next((format for format in FORMATS if format == setting), None)
 
 
-# The token ids of each prompt, the text of it to echo, and the factory of tool call parsers.
-Prompts = tuple[list[list[int]], list[str], Callable[[], AnswerReader] | None]
+def markers_for(request: ChatRequest, setting: str, tokenizer: PromptTokenizer) -> AnswerMarkers:
+    """Returns the texts with which a call may begin in place of a constrained answer; "{" for a call without one.
+
+    ``setting`` is the model's `tool_parser`.
+    """
+    format = format_of(setting, tokenizer) if request.calling == "auto" else None
+    return AnswerMarkers() if format is None else AnswerMarkers(FORMATS[format].markers)
+
+
+# The token ids of each prompt, the text of it to echo, the factory of tool call parsers, and the answer's markers.
+Prompts = tuple[list[list[int]], list[str], Callable[[], AnswerReader] | None, AnswerMarkers]
 
 
 @dataclass(frozen=True)
@@ -140,13 +149,14 @@ def _prompts_within(
     """Tokenizes the prompts. Raises TooManyTokens for a prompt of more than ``most`` tokens."""
     if isinstance(request, ChatRequest):
         ids = chat_prompt(request, tokenizer, most)
-        return [ids], [""], tool_parser_for(request, tool_parser, tokenizer)
+        parser = tool_parser_for(request, tool_parser, tokenizer)
+        return [ids], [""], parser, markers_for(request, tool_parser, tokenizer)
     parts = request.prompts()
     try:
         prompts = [
             tokenizer.encode(part, most=most) if isinstance(part, str) else _ids_within(most, part) for part in parts
         ]
-        return prompts, [_echo(tokenizer, part) if request.echo else "" for part in parts], None
+        return prompts, [_echo(tokenizer, part) if request.echo else "" for part in parts], None, AnswerMarkers()
     except (ValueError, OverflowError) as error:
         raise errors.invalid(f"prompt: {error}", param="prompt") from None
 
@@ -167,13 +177,14 @@ def requests_for(
     limits: RequestLimits,
     default_tokens: int | None,
     ids: Iterator[str],
+    markers: AnswerMarkers = AnswerMarkers(),  # noqa: B008 (it is frozen)
 ) -> list[GenerateRequest]:
     """Returns ``n`` requests for each prompt, in order, with the next ``ids``. ``default_tokens`` None: the rest of
-    max_len.
+    max_len. ``markers`` are those of the model's answers; a constraint leaves room for what they begin.
 
     Raises ApiError 400 with the numbers for a prompt that is empty, too long, or has ids outside the vocabulary.
     """
-    options, seed, copies = _options(request, limits), request.seed, request.n or 1
+    options, seed, copies = _options(request, limits, markers), request.seed, request.n or 1
     checks_ids = isinstance(request, CompletionRequest) and not isinstance(request.prompt, str)
     requests = []
     for prompt in prompts:
@@ -188,7 +199,7 @@ def requests_for(
     return requests
 
 
-def _options(request: ChatRequest | CompletionRequest, limits: RequestLimits) -> dict[str, Any]:
+def _options(request: ChatRequest | CompletionRequest, limits: RequestLimits, markers: AnswerMarkers) -> dict[str, Any]:
     """Returns the fields that differ from their defaults: setting all of them would cost more than the rest."""
     options: dict[str, Any] = {}
     if request.temperature is None:
@@ -206,11 +217,22 @@ def _options(request: ChatRequest | CompletionRequest, limits: RequestLimits) ->
         options["stop"] = request.stops()
     if (logprobs := request.logprobs_count()) is not None:
         options["logprobs"] = logprobs
-    if (guide := request.guide()) is not None:
+    if (guide := _guide(request, markers)) is not None:
         options["guide"] = guide
     if not request.stream:
         options["whole"] = True
     return options
+
+
+def _guide(request: ChatRequest | CompletionRequest, markers: AnswerMarkers) -> AnswerConstraint | None:
+    """Returns the answer's constraint, after the reasoning, with calls in its place where they are allowed."""
+    if isinstance(request, CompletionRequest):
+        return request.guide()
+    guide = request.guide(bare_calls="{" in markers.calls)
+    if guide is None or markers == AnswerMarkers():
+        return guide
+    calls = tuple(text for text in markers.calls if text != "{") if request.calling == "auto" else ()
+    return msgspec.structs.replace(guide, markers=msgspec.structs.replace(markers, calls=calls))
 
 
 _SAME = (  # fields of the same name in both types; None is the default

@@ -67,6 +67,12 @@ def test_an_invalid_message_is_rejected(message: dict[str, Any], says: str) -> N
     assert says in refused.value.message
 
 
+def guide(request: protocol.ChatRequest) -> Any:
+    constraint = request.guide()
+    assert constraint is not None
+    return json.loads(constraint.text)
+
+
 def test_calls_are_possible_only_with_tools() -> None:
     """`auto` by default; special tokens, which mark calls, then stay in the text."""
     assert (read().calling, read(tools=[]).calling, read(tools=None).calling) == ("none",) * 3
@@ -74,15 +80,15 @@ def test_calls_are_possible_only_with_tools() -> None:
     assert (auto.calling, auto.skip_special_tokens, auto.guide()) == ("auto", False, None)
     none = read(tools=[tool("f")], tool_choice="none", response_format={"type": "json_object"})
     assert (none.calling, none.skip_special_tokens) == ("none", None)
-    assert none.guide() == '{"type": "object"}'
+    assert guide(none) == {"type": "object"}
     assert read(tools=[tool("f")], tool_choice="required").skip_special_tokens is None
 
 
 def test_a_named_call_has_the_schema_of_its_function() -> None:
     """A function without parameters gets an object."""
     named = {"type": "function", "function": {"name": "f"}}
-    assert json.loads(read(tools=[tool("f", CITY)], tool_choice=named).guide() or "") == CITY
-    assert json.loads(read(tools=[tool("f")], tool_choice=named).guide() or "")["type"] == "object"
+    assert guide(read(tools=[tool("f", CITY)], tool_choice=named)) == CITY
+    assert guide(read(tools=[tool("f")], tool_choice=named))["type"] == "object"
 
 
 @pytest.mark.parametrize(
@@ -97,23 +103,75 @@ def test_a_named_call_has_the_schema_of_its_function() -> None:
     ],
 )
 def test_required_calls_have_the_schemas_of_their_tools(calls: list[Any], good: bool) -> None:
-    """The references of a tool's schema find their definitions at the top."""
-    schema = json.loads(read(tools=[tool("f", CITY), tool("g")], tool_choice="required").guide() or "")
+    """Each in its own place."""
+    schema = guide(read(tools=[tool("f", CITY), tool("g")], tool_choice="required"))
 
     assert jsonschema.Draft202012Validator(schema).is_valid(calls) == good
 
 
 def test_without_parallel_calls_exactly_one_is_required() -> None:
     request = read(tools=[tool("g")], tool_choice="required", parallel_tool_calls=False)
-    assert json.loads(request.guide() or "")["maxItems"] == 1
+    assert guide(request)["maxItems"] == 1
 
 
-@pytest.mark.parametrize("definitions", [{"city": {"enum": ["Rome"]}}, [1], "x"])
-def test_conflicting_definitions_are_rejected(definitions: Any) -> None:
-    """Two tools with different definitions of one name, or with invalid ones."""
-    with pytest.raises(ApiError, match="defs") as refused:
-        read(tools=[tool("f", CITY), tool("g", {"$defs": definitions})], tool_choice="required")
-    assert refused.value.param == "tools"
+DEFINITIONS: list[tuple[dict[str, Any], Any, Any]] = [  # a schema, and arguments that are right and wrong
+    (
+        {"definitions": {"P": {"type": "integer"}}, "properties": {"p": {"$ref": "#/definitions/P"}}},
+        {"p": 1},
+        {"p": ""},
+    ),
+    ({"$defs": {"P": {"type": "integer"}}, "properties": {"p": {"$ref": "#/$defs/P"}}}, {"p": 1}, {"p": True}),
+    ({"$defs": {"P": {"type": "boolean"}}, "properties": {"p": {"$ref": "#/$defs/P"}}}, {"p": True}, {"p": 1}),
+    (
+        {"properties": {"a/b~ c": {"properties": {"x": {"type": "null"}}}, "p": {"$ref": "#/properties/a~1b~0%20c"}}},
+        {"p": {"x": None}},
+        {"p": {"x": 1}},
+    ),
+    (
+        {"properties": {"c": {"type": "array", "items": {"$ref": "#"}}}, "additionalProperties": False},
+        {"c": [{"c": []}]},
+        {"c": [{"d": 1}]},
+    ),
+    (
+        {"properties": {"p": {"$id": "T0", "type": "object", "properties": {"c": {"$ref": "T0"}}}}},
+        {"p": {"c": {"c": {}}}},
+        {"p": {"c": {"c": 1}}},
+    ),
+    (
+        {
+            "$id": "https://a.example/x",
+            "$defs": {"P": {"$anchor": "p", "type": "null"}},
+            "properties": {"p": {"$ref": "#p"}},
+        },
+        {"p": None},
+        {"p": 1},
+    ),
+    (
+        {"$id": "https://a.example/x", "$defs": {"P": {"type": "null"}}, "properties": {"p": {"$ref": "x#/$defs/P"}}},
+        {"p": None},
+        {"p": 1},
+    ),
+    (
+        {"properties": {"$ref": {"const": {"$ref": "#/x"}}, "enum": {"enum": [{"$id": "y"}]}}},
+        {"$ref": {"$ref": "#/x"}, "enum": {"$id": "y"}},
+        {"$ref": {"$ref": "#/$defs/0/x"}},
+    ),
+]
+
+
+@pytest.mark.parametrize("position", range(len(DEFINITIONS)))
+def test_a_reference_means_the_same_however_a_call_is_forced(position: int) -> None:
+    """By its own tool's schema, beside tools with other definitions of the same names."""
+    tools = [tool(f"f{i}", schema) for i, (schema, _, _) in enumerate(DEFINITIONS)]
+    name, (schema, right, wrong) = f"f{position}", DEFINITIONS[position]
+    named = {"type": "function", "function": {"name": name}}
+    required = guide(read(tools=tools, tool_choice="required"))
+    for arguments in (right, wrong):
+        good = jsonschema.Draft202012Validator(schema).is_valid(arguments)
+        assert good == (arguments is right)
+        assert jsonschema.Draft202012Validator(required).is_valid([{"name": name, "parameters": arguments}]) == good
+        one = guide(read(tools=tools, tool_choice=named))
+        assert jsonschema.Draft202012Validator(one).is_valid(arguments) == good
 
 
 @pytest.mark.parametrize("number", [10**400, -(10**400)])

@@ -19,7 +19,7 @@ from workers.engines.server.completion_relay import CompletionRelay
 from workers.engines.server.completion_stream import Piece, ServerError, StreamReader
 from workers.engines.server.server_process import Address, CompletionServer
 from workers.messages.engine_protocol import EngineLoadError, EngineSpec
-from workers.messages.requests import FinishReason, Forwarded, GenerateRequest, TokenEvent
+from workers.messages.requests import AnswerConstraint, FinishReason, Forwarded, GenerateRequest, TokenEvent
 from workers.text.tokenizer import ByteTokenizer
 
 DEADLINE_S = 20.0
@@ -251,7 +251,7 @@ def test_a_guided_answer_may_end_with_the_servers_eos(
         await response.write(chunk([65]) + chunk([9], "stop"))
 
     server.answer = ended
-    relay.submit(request(guide='{"type": "object"}'))
+    relay.submit(request(guide=AnswerConstraint('{"type": "object"}')))
 
     assert received.end("a").finish is FinishReason.STOP
     assert server.bodies[0]["structured_outputs"] == {"json": {"type": "object"}}

@@ -30,6 +30,7 @@ from workers.engines.server.completion_stream import (
     ServerError,
     StreamReader,
     completion_body,
+    constraint_fields,
     error_message,
 )
 from workers.engines.server.forwarded_answer import EventReader, ForwardedRequest, whole_answer
@@ -144,6 +145,8 @@ class CompletionRelay:
         check_request(request, self.spec)
         if request.no_repeat_ngram_size:
             raise ValueError("this model's engine does not support no_repeat_ngram_size")
+        if request.guide is not None:
+            constraint_fields(request.guide, self._server.version)  # raises InvalidField
         ending_ids = frozenset(request.stop_token_ids)
         if not request.ignore_eos:
             ending_ids |= self.spec.eos_token_ids
