@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import threading
 from collections.abc import Collection, Mapping
 from enum import Enum, auto
@@ -235,7 +236,23 @@ def _grammar(kind: Kind, text: str, vocabulary: Any) -> str:
         ]
         special = all(len(vocabulary.tokenize_str(part.trigger, parse_special=True)) == 1 for part in parts)
         return StructTag.to_grammar(parts, assume_special=special)
-    return grammar_from(kind, text)
+    if kind == "grammar":
+        text = _lark(text)
+    return grammar_from("regex" if kind == "regex" else "lark", text)
+
+
+def _lark(text: str) -> str:
+    """Returns a grammar of Lark or GBNF as one of Lark. Raises ValueError."""
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        lark = any_to_lark(text)
+    except Exception as error:  # noqa: BLE001 (it raises plain Exceptions)
+        raise ValueError(str(error)) from None
+    if lark == text and (refused := re.search("~|%json|%lark", text)):
+        # A negation can take minutes, without any limit of llguidance's; a schema inside would have no limits of ours.
+        raise ValueError(f"{refused[0]} is not supported; write the character ~ as \\x7e")
+    return lark
 
 
 def _quoted(text: str) -> str:

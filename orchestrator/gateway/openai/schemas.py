@@ -29,7 +29,7 @@ MAX_BRANCHES = 512  # of all anyOf, oneOf and allOf together
 MAX_BRANCHES_OF_ONE = 128  # as many as there may be tools
 MAX_VALUES = 4096  # of all enum and const together, and of all other keywords together
 MAX_TEXT_CHARACTERS = 4096  # characters of a name, a pattern or a value
-MAX_GRAMMAR_CHARACTERS = 2**14
+MAX_GRAMMAR_CHARACTERS = 2**13  # 2 s, for rules that double
 MAX_MULTIPLE = 10_000  # of the least common multiple of all multipleOf, without decimal points: 20 ms
 
 _LISTS = frozenset({"anyOf", "oneOf", "allOf", "prefixItems", "items"})  # of schemas; `items` may be one schema
@@ -88,8 +88,6 @@ def text_constraint(kind: TextKind, text: str, param: str) -> AnswerConstraint:
     limit = MAX_TEXT_CHARACTERS if kind == "regex" else MAX_GRAMMAR_CHARACTERS
     if len(text) > limit:
         raise invalid(f"{param}: {len(text)} characters exceed the limit of {limit}", param=param)
-    if kind == "grammar" and "%json" in text:  # the schema in it would have no limits
-        raise invalid(f"{param}: %json is not supported in grammars; send a JSON schema", param=param)
     return AnswerConstraint(text, kind)
 
 

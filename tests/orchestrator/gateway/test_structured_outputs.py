@@ -99,8 +99,9 @@ REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.regex", "exclude each other"),
     ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "0 texts"),
     ({"structured_outputs": {"choice": ["a" * 5000]}}, "structured_outputs.choice", "4096 characters"),
-    ({"structured_outputs": {"grammar": "a" * 20_000}}, "structured_outputs.grammar", "20000 characters exceed"),
+    ({"structured_outputs": {"grammar": "a" * 9000}}, "structured_outputs.grammar", "9000 characters exceed"),
     ({"guided_grammar": 'start: %json {"multipleOf": 999983}'}, "guided_grammar", "%json is not supported"),
+    ({"guided_grammar": "start: A\nA: ~/(a{1,300}){1,300}/"}, "guided_grammar", "~ is not supported"),
     ({"structured_outputs": {"whitespace_pattern": " "}}, "whitespace_pattern", "whitespace_pattern"),
     ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag", "structures"),
     (
