@@ -203,15 +203,17 @@ class Generation:
         prompts, echoes, parser, _ = tokenized_prompts
         copies = body.n or 1
         requests = self._requests(queue, body, tokenized_prompts, self.request_ids)
-        if requests[0].guide is not None and requests[0].guide.relaxed:
-            exchange.add_headers(((RELAXED_HEADER, requests[0].guide.relaxed.encode()),))
+        guide = requests[0].guide
+        if guide is not None and guide.relaxed:
+            exchange.add_headers(((RELAXED_HEADER, guide.relaxed.encode()),))
         terms = read_scheduling_parameters(exchange.request.headers, exchange.key, body.priority, time.monotonic())
         self._charge(exchange, body, requests, queue)
         choices = [Choice(i, prompts[i // copies], echoes[i // copies]) for i in range(len(requests))]
         answer: AnswerWriter = exchange.route.writes(exchange, body, choices, next(self._answer_ids))
         usage = body.stream_options is not None and body.stream_options.include_usage
         label = queue.names.label(body.model)
-        note = Note(label, bool(body.stream), prompt_tokens=answer.prompt_tokens, guided_by=body.guided_by)
+        guided_by = None if guide is None else body.guided_by
+        note = Note(label, bool(body.stream), prompt_tokens=answer.prompt_tokens, guided_by=guided_by)
         wait_s, keeps_text = self._settings.keep_alive_s, self._settings.log_prompts
         reply = Reply(exchange, queue, note, self._metrics, self._renew, answer, usage, wait_s, keeps_text)
         self.trace(exchange, queue)

@@ -271,7 +271,8 @@ def _check(request: SamplingFields) -> None:
         _check_limit("the characters of stop", sum(map(len, request.stops())), MAX_STOP_CHARACTERS, "stop")
     if request.stream_options is not None and not request.stream:
         raise invalid("stream_options requires stream: true", param="stream_options")
-    request.guide()  # raises ApiError for a schema over a limit
+    if not request.is_free:
+        request.guide()  # raises ApiError for a schema over a limit
 
 
 def _check_limit(name: str, count: int, limit: int, param: str) -> None:

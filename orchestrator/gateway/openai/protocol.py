@@ -292,10 +292,13 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             fields["response_format"] = self.response_format
         return {name: value for name, value in fields.items() if value is not None}
 
+    @property
+    def is_free(self) -> bool:
+        """No field constrains the answer."""
+        return _constraint_fields(self) == _UNCONSTRAINED
+
     def guide(self) -> AnswerConstraint | None:
         """Returns the constraint that the answer must match; None for free text. Raises ApiError."""
-        if _constraint_fields(self) == _UNCONSTRAINED:
-            return None
         constraints = self._constraints()
         if len(constraints) > 1:
             first, second = list(constraints)[:2]
@@ -405,6 +408,10 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     @property
     def guided_by(self) -> str:
         return super().guided_by if self.calling in ("none", "auto") else "tools"
+
+    @property
+    def is_free(self) -> bool:
+        return not self.tools and _constraint_fields(self) == _UNCONSTRAINED
 
     def guide(self, bare_calls: bool = False) -> AnswerConstraint | None:
         """Returns the constraint of forced calls, so that the calls are certain and readable; else as SamplingFields.

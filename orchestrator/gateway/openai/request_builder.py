@@ -217,7 +217,7 @@ def _options(request: ChatRequest | CompletionRequest, limits: RequestLimits, ma
         options["stop"] = request.stops()
     if (logprobs := request.logprobs_count()) is not None:
         options["logprobs"] = logprobs
-    if (guide := _guide(request, markers)) is not None:
+    if not request.is_free and (guide := _guide(request, markers)) is not None:
         options["guide"] = guide
     if not request.stream:
         options["whole"] = True
