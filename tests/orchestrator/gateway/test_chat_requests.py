@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from typing import Any
+from urllib.parse import quote
 
 import jsonschema
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from orchestrator.gateway.openai import body_reader, protocol
 from orchestrator.gateway.openai.errors import ApiError
+from tests.searches import search
 
 HELLO = [{"role": "user", "content": "hi"}]
 CITY = {"type": "object", "properties": {"city": {"$ref": "#/$defs/city"}}, "$defs": {"city": {"enum": ["Paris"]}}}
@@ -166,12 +170,46 @@ def test_a_reference_means_the_same_however_a_call_is_forced(position: int) -> N
     name, (schema, right, wrong) = f"f{position}", DEFINITIONS[position]
     named = {"type": "function", "function": {"name": name}}
     required = guide(read(tools=tools, tool_choice="required"))
+    llguidance = pytest.importorskip("llguidance").LLMatcher
+    assert llguidance.validate_grammar(llguidance.grammar_from_json_schema(required)) == ""
     for arguments in (right, wrong):
         good = jsonschema.Draft202012Validator(schema).is_valid(arguments)
         assert good == (arguments is right)
         assert jsonschema.Draft202012Validator(required).is_valid([{"name": name, "parameters": arguments}]) == good
         one = guide(read(tools=tools, tool_choice=named))
         assert jsonschema.Draft202012Validator(one).is_valid(arguments) == good
+
+
+NAMES = st.sampled_from(["a", "a/b", "~0", "%20", "$ref", "é", "", "$defs", "properties"])
+VALUES = st.recursive(
+    st.sampled_from([None, True, 0, 1, "x"]), lambda values: st.dictionaries(NAMES, values, max_size=3), max_leaves=8
+)
+
+
+@st.composite
+def schemas(draw: st.DrawFn) -> dict[str, Any]:
+    """A schema whose parts refer to each other and to the whole."""
+    leaves = st.sampled_from([{"type": kind} for kind in ("null", "boolean", "integer", "string", "object")])
+    parts = {key: draw(st.dictionaries(NAMES, leaves, max_size=3)) for key in ("$defs", "definitions", "properties")}
+    pointers = ["#"] + [
+        "#" + "".join("/" + quote(key.replace("~", "~0").replace("/", "~1")) for key in (part, name))
+        for part, names in parts.items()
+        for name in names
+    ]
+    references = st.sampled_from(pointers).map(lambda pointer: {"$ref": pointer})
+    parts["properties"] |= draw(st.dictionaries(NAMES.map("r{}".format), references, max_size=3))
+    return {"type": "object", **parts, "additionalProperties": draw(references | st.booleans())}
+
+
+@search(40)
+@given(st.lists(schemas(), min_size=2, max_size=3), st.data())
+def test_any_reference_means_the_same_in_required_calls(parameters: list[dict[str, Any]], data: st.DataObject) -> None:
+    """A value is valid for a tool's schema exactly if the call with it is valid."""
+    required = guide(read(tools=[tool(f"f{i}", schema) for i, schema in enumerate(parameters)], tool_choice="required"))
+    for i, schema in enumerate(parameters):
+        arguments = data.draw(st.dictionaries(NAMES | NAMES.map("r{}".format), VALUES, max_size=3))
+        good = jsonschema.Draft202012Validator(schema).is_valid(arguments)
+        assert jsonschema.Draft202012Validator(required).is_valid([{"name": f"f{i}", "parameters": arguments}]) == good
 
 
 @pytest.mark.parametrize("number", [10**400, -(10**400)])
