@@ -156,7 +156,7 @@ _RATES = b", ".join(
 )
 EXPOSED = (
     b"x-request-id, request-id, x-corewright-replica, x-corewright-overhead-ms, x-corewright-decision, "
-    b"x-corewright-ignored-tools, retry-after, %b" % _RATES
+    b"x-corewright-ignored-tools, x-corewright-schema-relaxed, retry-after, %b" % _RATES
 )
 
 

@@ -50,6 +50,7 @@ INLINE_BYTES = 2048  # the byte tokenizer runs inline up to this body size: a th
 BYTES_OF_TOKEN = 4  # estimate by which a key is charged before tokenizing
 T = TypeVar("T")
 _NULL = b"null"
+RELAXED_HEADER = b"x-corewright-schema-relaxed"  # the keywords of schemas that do not constrain the answer
 
 
 class Generation:
@@ -196,7 +197,7 @@ class Generation:
         """Returns the requests for the replicas. Raises ApiError 400."""
         limits = queue.links.limits.within(self._settings.max_prompt_tokens)
         most = default_tokens(body, queue.routes.defaults(body.model))
-        requests = requests_for(body, prompts[0], limits, most, ids, is_read=prompts[2] is not None and prompts[2].reading.reasons)
+        requests = requests_for(body, prompts[0], limits, most, ids, prompts[2])
         if requests[0].prompt_logprobs is not None and not queue.routes.scores_prompts:
             field = "echo" if body.prompt_logprobs is None else "prompt_logprobs"
             raise errors.prompts_not_scored(body.model, queue.routes.engine, field)
@@ -210,13 +211,17 @@ class Generation:
         prompts, echoes, new_reader = tokenized_prompts
         copies = body.n or 1
         requests = self._requests(queue, body, tokenized_prompts, self.request_ids)
+        guide = requests[0].guide
+        if guide is not None and guide.relaxed:
+            exchange.add_headers(((RELAXED_HEADER, guide.relaxed.encode()),))
         terms = read_scheduling_parameters(exchange.request.headers, exchange.key, body.priority, time.monotonic())
         self._charge(exchange, body, requests, queue)
         choices = [Choice(i, prompts[i // copies], echoes[i // copies]) for i in range(len(requests))]
         answer: AnswerWriter = exchange.route.writes(exchange, body, choices, next(self._answer_ids))
         usage = body.stream_options is not None and bool(body.stream_options.include_usage)
         label = queue.names.label(body.model)
-        note = Note(label, bool(body.stream), prompt_tokens=answer.prompt_tokens, guided_by=body.guided_by)
+        guided_by = None if guide is None else body.guided_by
+        note = Note(label, bool(body.stream), prompt_tokens=answer.prompt_tokens, guided_by=guided_by)
         wait_s, keeps_text = self._settings.keep_alive_s, self._settings.log_prompts
         reply = Reply(exchange, queue, note, self._metrics, self._renew, answer, usage, wait_s, keeps_text)
         self.trace(exchange, queue)

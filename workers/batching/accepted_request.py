@@ -177,7 +177,7 @@ def check_request(request: GenerateRequest, spec: EngineSpec) -> None:
         if changes_choice(request) or request.logprobs is not None or request.guide is not None:
             raise ValueError(
                 "this model's engine samples the tokens itself: logit_bias, penalties, no_repeat_ngram_size, "
-                "logprobs and JSON schemas are not supported"
+                "logprobs and structured outputs are not supported"
             )
         if spec.device_top_k:
             check_device_sampling(request, spec.device_top_k)

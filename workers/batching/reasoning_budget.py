@@ -37,10 +37,10 @@ def reasoning_marks(tokenizer: Tokenizer) -> ReasoningMarks | None:
 
 
 def start_budget(request: GenerateRequest, marks: ReasoningMarks | None) -> ReasoningBudget | None:
-    """Returns the budget of a request; None for one that its answer cannot use up. Under a guide, a model cannot
-    reason."""
-    budget = request.reasoning_budget
-    if budget is None or budget >= request.max_tokens or marks is None or request.guide is not None:
+    """Returns the budget of a request; None for one that its answer cannot use up. Under a constraint that begins at
+    once, a model cannot reason."""
+    budget, guide = request.reasoning_budget, request.guide
+    if budget is None or budget >= request.max_tokens or marks is None or (guide and not guide.markers.close):
         return None
     return ReasoningBudget(budget, marks, request.prompt_ids)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
+from typing import Literal
 
 import msgspec
 
@@ -22,7 +23,7 @@ class FinishReason(str, Enum):
     ERROR = "error"  # the engine failed; TokenEvent.error has the cause
 
 
-GUIDE = "guide"  # the field of a JSON schema, which clients send in one of several fields
+GUIDE = "guide"  # the field of a constraint, which clients send in one of several fields
 
 
 class InvalidField(ValueError):
@@ -31,6 +32,26 @@ class InvalidField(ValueError):
     def __init__(self, param: str, message: str) -> None:
         super().__init__(message)
         self.param = param
+
+
+class AnswerMarkers(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The texts by which a model's template divides an answer, around the part that a constraint is for."""
+
+    calls: tuple[str, ...] = ()  # each begins a call, which is not constrained; it may be in place of the answer
+    open: str = ""  # begins the reasoning, which may be left out; empty: it cannot begin in the answer
+    close: str = ""  # ends the reasoning; empty: there is none
+    opened: bool = False  # the prompt ends inside the reasoning
+
+
+class AnswerConstraint(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What an answer must match."""
+
+    text: str
+    # `json`: a JSON schema. `grammar`: of Lark or GBNF. `choice`: a JSON array of texts. `structural_tag`: vLLM's JSON
+    # with `structures` and `triggers`.
+    kind: Literal["json", "regex", "grammar", "choice", "structural_tag"] = "json"
+    markers: AnswerMarkers = AnswerMarkers()
+    relaxed: str = ""  # the keywords of schemas that were left out, separated by commas
 
 
 class Forwarded(msgspec.Struct, frozen=True):
@@ -65,7 +86,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     min_tokens: int = 0
     logprobs: int | None = None  # None: none; n: of each token, and of the n most probable beside it
     prompt_logprobs: int | None = None  # likewise, of the prompt's tokens; no prefix of it is taken from a cache
-    guide: str | None = None  # a JSON schema, as text, that the answer must satisfy
+    guide: AnswerConstraint | None = None
     reasoning_budget: int | None = None  # tokens of reasoning, after which it is ended where the host samples
     stop: list[str] = []
     stop_token_ids: list[int] = []

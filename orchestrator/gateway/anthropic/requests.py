@@ -229,6 +229,9 @@ class MessagesChat(ChatRequest, kw_only=True):
     names: ClassVar[Mapping[str, str]] = MappingProxyType(  # of the fields of chats
         {"stop": "stop_sequences", "response_format": "output_config.format"}
     )
+    schema_paths: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {"response_format": "output_config.format.schema", "tools": "input_schema"}
+    )
 
     @property
     def default_tokens(self) -> int | None:

@@ -77,10 +77,7 @@ _shape_decoder = msgspec.json.Decoder(_Shape)
 # Fields of OpenAI, vLLM, LMI and older clients that would change the answer, and their replacement here.
 REPLACEMENTS: Mapping[str, str] = MappingProxyType(
     {
-        **dict.fromkeys(
-            ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "format"),
-            'response_format: {"type": "json_schema", ...} asks for a JSON schema',
-        ),
+        "format": 'response_format: {"type": "json_schema", ...} asks for a JSON schema',
         "max_new_tokens": "max_tokens",
         "do_sample": "temperature: 0 is greedy",
         "return_full_text": "echo, of /v1/completions",
@@ -181,9 +178,6 @@ def _check_calling(request: ChatRequest) -> None:
         return
     if isinstance(request.calling, NamedTool):
         request.tool(request.calling.function.name)
-    if SamplingFields.guide(request) is not None:
-        message = "response_format cannot be combined with tool calls; send tool_choice: none, or no tools"
-        raise invalid(message, param="response_format")
 
 
 def read_tokenize(body: bytes) -> TokenizeTextRequest | TokenizeChatRequest:
@@ -223,7 +217,17 @@ def read_forwarded(body: bytes) -> ForwardedFields:
 
 
 _BOUNDED = (
-    *("tools", "response_format", "chat_template_kwargs", "logit_bias", "stop", "stop_token_ids"),
+    *(
+        "tools",
+        "response_format",
+        "structured_outputs",
+        "guided_json",
+        "guided_choice",
+        "chat_template_kwargs",
+        "logit_bias",
+        "stop",
+        "stop_token_ids",
+    ),
     *("functions", "function_call", "output_config", "output_format", "stop_sequences"),
     "context_management",
 )
@@ -387,7 +391,8 @@ def _check(request: SamplingFields) -> None:
         _check_limit("the characters of stop", sum(map(len, request.stops())), MAX_STOP_CHARACTERS, "stop")
     if request.stream_options is not None and not request.stream:
         raise invalid("stream_options requires stream: true", param="stream_options")
-    request.guide()  # raises ApiError for a schema over a limit
+    if not request.is_free:
+        request.guide()  # raises ApiError for a schema over a limit
 
 
 def _check_limit(name: str, count: int, limit: int, param: str) -> None:

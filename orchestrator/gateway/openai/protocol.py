@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import attrgetter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -12,8 +13,17 @@ from msgspec import Meta
 from orchestrator.access.keys import MAX_PRIORITY
 from orchestrator.gateway.http.exchange import decoded
 from orchestrator.gateway.openai.errors import ApiError, invalid
-from orchestrator.gateway.openai.schemas import schema_text
+from orchestrator.gateway.openai.schemas import (
+    ClientSchema,
+    StructuralTag,
+    calls_constraint,
+    choice_constraint,
+    schema_constraint,
+    tag_constraint,
+    text_constraint,
+)
 from orchestrator.gateway.reading.call_text import completed_object
+from workers.messages.requests import AnswerConstraint
 
 if TYPE_CHECKING:
     Ignored = Any
@@ -290,6 +300,19 @@ class JsonSchema(msgspec.Struct, forbid_unknown_fields=True):
 class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
     type: Annotated[str, Meta(extra_json_schema={"enum": ["text", "json_object", "json_schema"]})]
     json_schema: JsonSchema | None = None
+    schema: dict[str, Any] | None = None  # llama.cpp's and Together's, of `json_object`
+
+
+class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
+    """vLLM's form of a constraint, of which one field is set."""
+
+    json: str | dict[str, Any] | None = None
+    regex: SomeText | None = None
+    choice: list[str] | None = None
+    grammar: SomeText | None = None
+    json_object: bool | None = None
+    structural_tag: SomeText | None = None  # JSON
+    disable_fallback: Ignored = None
 
 
 class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -316,6 +339,11 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None  # vLLM's
+    guided_json: str | dict[str, Any] | None = None  # older vLLM's, as the next three
+    guided_regex: SomeText | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: SomeText | None = None
     return_token_ids: bool | None = None  # vLLM's: the ids beside the text
     priority: Priority | None = None  # vLLM's: lower goes first; default 0
     # Ignored: they do not affect the answer's tokens.
@@ -331,6 +359,9 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     cache_salt: Ignored = None  # vLLM's
     request_id: Ignored = None  # vLLM's
     names: ClassVar[Mapping[str, str]] = MappingProxyType({})  # another API's names of these fields, for errors
+    schema_paths: ClassVar[Mapping[str, str]] = MappingProxyType(  # likewise, of the schemas
+        {"response_format": "response_format.json_schema.schema", "tools": "function.parameters"}
+    )
 
     def stops(self) -> list[str]:
         if self.stop is None:
@@ -339,22 +370,77 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def guided_by(self) -> str:
-        """The field with the JSON schema that the answer must match."""
-        return "response_format"
+        """The field with the constraint that the answer must match."""
+        return next(iter(self._constraints()), "response_format")
 
-    def guide(self) -> str | None:
-        """Returns the JSON schema that the answer must match, as text; None for free text. Raises ApiError."""
-        format = self.response_format
-        if format is None or format.type == "text":
-            return None
+    def _constraints(self) -> dict[str, Any]:
+        """Returns the fields that constrain the answer."""
+        fields = dict(zip(_CONSTRAINT_FIELDS[2:], _constraint_fields(self)[2:], strict=True))
+        outputs = self.structured_outputs
+        if outputs is not None:
+            kinds = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+            fields |= {f"structured_outputs.{kind}": getattr(outputs, kind) for kind in kinds}
+            if outputs.json_object is False:
+                fields["structured_outputs.json_object"] = None
+        if self.response_format is not None and self.response_format.type != "text":
+            fields["response_format"] = self.response_format
+        return {name: value for name, value in fields.items() if value is not None}
+
+    @property
+    def is_free(self) -> bool:
+        """No field constrains the answer."""
+        return _constraint_fields(self) == _UNCONSTRAINED
+
+    def guide(self) -> AnswerConstraint | None:
+        """Returns the constraint that the answer must match; None for free text. Raises ApiError."""
+        constraints = self._constraints()
+        if len(constraints) > 1:
+            first, second = list(constraints)[:2]
+            raise invalid(f"{first} and {second} exclude each other; send one of them", param=first)
+        for field, value in constraints.items():
+            if field == "response_format":
+                return schema_constraint(self.format_schema(value))
+            match field.removeprefix("structured_outputs.").removeprefix("guided_"):
+                case "json":
+                    schema = value
+                    if isinstance(value, str):
+                        schema = decoded(value.encode(), dict[str, Any], f"{field}: not a JSON object", field)
+                    return schema_constraint(ClientSchema(schema, field, field))
+                case "choice":
+                    return choice_constraint(value, field)
+                case "json_object":
+                    return schema_constraint(ClientSchema({"type": "object"}, field, field))
+                case "structural_tag":
+                    tag = decoded(
+                        value.encode(), StructuralTag, f"{field}: not JSON with structures and triggers", field
+                    )
+                    return tag_constraint(tag, field)
+                case "regex" | "grammar" as kind:
+                    return text_constraint(kind, value, field)
+        return None
+
+    def format_schema(self, format: ResponseFormat) -> ClientSchema:
+        """Returns the schema of a format that is not `text`. Raises ApiError."""
+        field, path = "response_format", self.schema_paths["response_format"]
         if format.type == "json_object":
-            return '{"type": "object"}'
+            schema = format.schema if format.schema is not None else {"type": "object"}
+            return ClientSchema(schema, field, "response_format.schema")
         if format.type == "json_schema":
-            if format.json_schema is None or format.json_schema.schema is None:
-                raise invalid("response_format: json_schema needs a schema", param="response_format")
-            return schema_text(format.json_schema.schema, "response_format")
+            if format.json_schema is not None and format.json_schema.schema is not None:
+                return ClientSchema(format.json_schema.schema, field, path)
+            if format.schema is None:
+                raise invalid("response_format: json_schema needs a schema", param=field)
+            return ClientSchema(format.schema, field, "response_format.schema")
         message = f"response_format: {format.type!r} is not one of text, json_object and json_schema"
-        raise invalid(message, param="response_format")
+        raise invalid(message, param=field)
+
+
+_CONSTRAINT_FIELDS = (
+    *("response_format", "structured_outputs"),
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+)
+_constraint_fields = attrgetter(*_CONSTRAINT_FIELDS)
+_UNCONSTRAINED = (None,) * len(_CONSTRAINT_FIELDS)
 
 
 class ForwardedFields(msgspec.Struct):
@@ -438,16 +524,38 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True, dict
 
     @property
     def guided_by(self) -> str:
-        return "response_format" if self.calling in ("none", "auto") else "tools"
+        return super().guided_by if self.calling in ("none", "auto") else "tools"
 
-    def guide(self) -> str | None:
-        """Returns the schema of forced calls, so that the calls are certain and readable; else as SamplingFields."""
+    @property
+    def is_free(self) -> bool:
+        return not self.tools and _constraint_fields(self) == _UNCONSTRAINED
+
+    def guide(self, bare_calls: bool = False) -> AnswerConstraint | None:
+        """Returns the constraint of forced calls, so that the calls are certain and readable; else as SamplingFields.
+
+        ``bare_calls``: the model writes calls as JSON without a text before it, so that the constraint must allow one
+        in place of the answer.
+        """
         calling = self.calling
         if isinstance(calling, NamedTool):
-            return schema_text(self.tool(calling.function.name).schema(), "tools")
+            return schema_constraint(self._schemas()[self.tool(calling.function.name).function.name])
         if calling == "required":
-            return schema_text(_calls_schema(self.tools or [], only_one=self.parallel_tool_calls is False), "tools")
-        return super().guide()
+            return calls_constraint(self._schemas(), only_one=self.parallel_tool_calls is False)
+        guide = super().guide()
+        if guide is None or calling != "auto" or not bare_calls:
+            return guide
+        if guide.kind != "json" or self.response_format is None:
+            message = f"{self.guided_by} cannot be combined with this model's tool calls; send response_format"
+            raise invalid(message, param=self.guided_by)
+        return calls_constraint(self._schemas(), instead=self.format_schema(self.response_format))
+
+    def _schemas(self) -> dict[str, ClientSchema]:
+        """Returns the schemas of the tools' arguments, by the tools' names."""
+        path = self.schema_paths["tools"]
+        return {
+            tool.function.name: ClientSchema({"type": "object", **tool.schema()}, "tools", f"tools[{i}].{path}")
+            for i, tool in enumerate(self.tools or ())
+        }
 
     def tool(self, name: str) -> Tool:
         """Returns the tool of that name. Raises ApiError."""
@@ -466,30 +574,6 @@ def functions_of(tools: list[Tool] | None) -> tuple[list[Tool] | None, list[str]
             raise invalid(f"tools[{position}]: you must provide the function and its name", param="tools")
     functions = [tool for tool in tools or () if tool.type == "function"]
     return functions or None, [tool.label for tool in tools or () if tool.type != "function"]
-
-
-def _calls_schema(tools: list[Tool], only_one: bool) -> dict[str, Any]:
-    """Returns the schema of an array of calls, as in vLLM: each has the name of a tool and arguments for that tool.
-
-    The tools' ``$defs`` move to the top level, where their references point.
-    """
-    definitions: dict[str, Any] = {}
-    calls = []
-    for tool in tools:
-        schema = dict(tool.schema())
-        own = schema.pop("$defs", None) or {}
-        if not isinstance(own, dict):
-            raise invalid(f"tools: the $defs of {tool.function.name!r} are not an object", param="tools")
-        for key, definition in own.items():
-            if definitions.setdefault(key, definition) != definition:
-                message = f"tools: two tools have different definitions of {key!r} under $defs; rename one of them"
-                raise invalid(message, param="tools")
-        properties = {"name": {"type": "string", "enum": [tool.function.name]}, "parameters": schema}
-        calls.append({"type": "object", "properties": properties, "required": ["name", "parameters"]})
-    array: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
-    if only_one:
-        array["maxItems"] = 1
-    return {**array, "$defs": definitions} if definitions else array
 
 
 class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):

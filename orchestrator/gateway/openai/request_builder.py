@@ -29,7 +29,7 @@ from orchestrator.gateway.openai.protocol import (
 )
 from orchestrator.gateway.openai.template_variables import template_variables, thinking_budget
 from orchestrator.gateway.reading.families import ReaderFactory, reading_of
-from workers.messages.requests import GenerateRequest
+from workers.messages.requests import AnswerConstraint, AnswerMarkers, GenerateRequest
 from workers.text.tokenizer import (
     ChatTemplateError,
     NoChatTemplate,
@@ -214,16 +214,16 @@ def requests_for(
     limits: RequestLimits,
     default_tokens: int | None,
     ids: Iterator[str],
-    *,
-    is_read: bool = False,
+    readers: ReaderFactory | None = None,
 ) -> list[GenerateRequest]:
     """Returns ``n`` requests for each prompt, in order, with the next ``ids``. ``default_tokens`` None: the rest of
-    max_len. ``is_read``: the answer is read piece by piece, also if it is not streamed.
+    max_len. ``readers``: an answer that may have reasoning is read piece by piece, also if it is not streamed, and a
+    constraint leaves room for reasoning and calls.
 
     Raises ApiError 400 with the numbers for a prompt that is empty, too long, or has ids outside the vocabulary.
     """
-    options, seed, copies = _options(request, limits), request.seed, request.n or 1
-    if is_read:
+    options, seed, copies = _options(request, limits, readers), request.seed, request.n or 1
+    if readers is not None and readers.reading.reasons:
         if isinstance(request, ChatRequest) and (budget := thinking_budget(request)) is not None:
             options["reasoning_budget"] = budget
     elif not request.stream:
@@ -242,7 +242,9 @@ def requests_for(
     return requests
 
 
-def _options(request: ChatRequest | CompletionRequest, limits: RequestLimits) -> dict[str, Any]:
+def _options(
+    request: ChatRequest | CompletionRequest, limits: RequestLimits, readers: ReaderFactory | None
+) -> dict[str, Any]:
     """Returns the fields that differ from their defaults: setting all of them would cost more than the rest."""
     options: dict[str, Any] = {}
     if request.temperature is None:
@@ -262,9 +264,21 @@ def _options(request: ChatRequest | CompletionRequest, limits: RequestLimits) ->
         options["logprobs"] = logprobs
     if (prompt_logprobs := request.prompt_logprobs_count()) is not None:
         options["prompt_logprobs"] = prompt_logprobs
-    if (guide := request.guide()) is not None:
+    if not request.is_free and (guide := _guide(request, readers)) is not None:
         options["guide"] = guide
     return options
+
+
+def _guide(request: ChatRequest | CompletionRequest, readers: ReaderFactory | None) -> AnswerConstraint | None:
+    """Returns the answer's constraint, after the reasoning, with calls in its place where they are allowed."""
+    if isinstance(request, CompletionRequest):
+        return request.guide()
+    markers = AnswerMarkers() if readers is None else readers.markers
+    guide = request.guide(bare_calls="{" in markers.calls)
+    if guide is None or markers == AnswerMarkers():
+        return guide
+    calls = tuple(text for text in markers.calls if text != "{") if request.calling == "auto" else ()
+    return msgspec.structs.replace(guide, markers=msgspec.structs.replace(markers, calls=calls))
 
 
 _SAME = (  # fields of the same name in both types; None is the default

@@ -20,6 +20,7 @@ import msgspec
 from orchestrator.gateway.reading.events import AnswerReader, CallArguments, CallBegin, Content, Event
 from orchestrator.gateway.reading.reader import TemplateReader, new_id
 from orchestrator.gateway.reading.template import Anchor, BadResponseTemplate, ResponseTemplate, load_template
+from workers.messages.requests import AnswerMarkers
 from workers.text.tokenizer import PromptTokenizer
 
 log = logging.getLogger(__name__)
@@ -30,7 +31,9 @@ class ModelFamily(msgspec.Struct, frozen=True, omit_defaults=True):
 
     signs: list[list[str]]
     template: dict[str, Any]
+    calls: tuple[str, ...] = ()  # the beginnings of calls; "{": a call is JSON without a text before it
     markers: tuple[str, str] | None = None  # around the reasoning
+    content: str = ""  # what begins the content in any answer
     ids: Literal["", "mistral", "kimi"] = ""
 
 
@@ -67,6 +70,8 @@ class AnswerReading:
     template: ResponseTemplate | None
     dropped: Anchor | None = None
     markers: tuple[str, str] | None = None  # around the reasoning
+    beginnings: tuple[str, ...] = ()  # of calls, as in ``ModelFamily``
+    content: str = ""  # likewise
 
     @property
     def reasons(self) -> bool:
@@ -83,26 +88,32 @@ class AnswerReading:
 def reading_of(setting: str, tokenizer: PromptTokenizer, tools: bool) -> AnswerReading:
     """Returns how a model's answers are read; ``setting`` is its `response_template`, and ``tools`` selects the chat
     template."""
-    chat_template = tokenizer.chat_template(tools) or ""
-    template: ResponseTemplate | None = None
     if setting == "none":
         return AnswerReading(None)
+    chat_template = tokenizer.chat_template(tools) or ""
     name = detect_family(chat_template) if setting == "auto" else setting
     family = None if name is None else families()[name]
+    special = tokenizer.special_tokens
     if setting == "auto" and (own := tokenizer.response_template) is not None:
         try:
             template = load_template(own, "" if family is None else family.ids)
+            return AnswerReading(
+                template, template.dropped(special), reasoning_markers(template), call_beginnings(template)
+            )
         except BadResponseTemplate as problem:
             log.warning("the tokenizer's response_template is not used: %s", problem)
-    if template is not None:
-        markers = reasoning_markers(template)
-    elif name is not None and family is not None:
-        signs = family.markers or ()
-        template = family_template(name, reasons=setting != "auto" or any(sign in chat_template for sign in signs))
-        markers = family.markers if template.reasons else None
-    else:
+    if name is None or family is None:
         return AnswerReading(None)
-    return AnswerReading(template, template.dropped(tokenizer.special_tokens), markers)
+    signs = family.markers or ()
+    template = family_template(name, reasons=setting != "auto" or any(sign in chat_template for sign in signs))
+    markers = family.markers if template.reasons else None
+    return AnswerReading(template, template.dropped(special), markers, family.calls, family.content)
+
+
+def call_beginnings(template: ResponseTemplate) -> tuple[str, ...]:
+    """Returns the texts before calls, as far as they are literal."""
+    opened = [field.open for field in template.fields if field.role == "calls" and field.open is not None]
+    return tuple(anchor.text for anchor in opened if anchor.text)
 
 
 def reasoning_markers(template: ResponseTemplate) -> tuple[str, str] | None:
@@ -149,9 +160,14 @@ class ReaderFactory:
         return reader
 
     @property
-    def begins_in_reasoning(self) -> bool:
-        """The prompt ends in the model's reasoning."""
-        return self().in_reasoning
+    def markers(self) -> AnswerMarkers:
+        """The texts around what a constraint of the answer is for."""
+        reading = self.reading
+        if reading.content:
+            return AnswerMarkers(reading.beginnings, "", reading.content, opened=True)
+        if reading.markers is None:
+            return AnswerMarkers(reading.beginnings)
+        return AnswerMarkers(reading.beginnings, *reading.markers, opened=self().in_reasoning)
 
 
 @cache

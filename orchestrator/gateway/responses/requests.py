@@ -182,6 +182,9 @@ class ResponsesChat(ChatRequest, kw_only=True):
     names: ClassVar[Mapping[str, str]] = MappingProxyType(  # of the fields of chats
         {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
     )
+    schema_paths: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {"response_format": "text.format.schema", "tools": "parameters"}
+    )
 
 
 def read_responses(body: bytes) -> ResponsesChat:

@@ -83,10 +83,9 @@ def test_transformers_reads_the_same_message(told: dict[str, Any]) -> None:
 def test_the_model_reasons_if_the_prompt_ends_so() -> None:
     """The chat template writes the beginning, or an empty reasoning."""
     for prompt, reasons in (("<think>\n", True), ("<think>\n\n</think>\n\n", False), ("", False)):
-        factory = ReaderFactory(
-            AnswerReading(family_template("hermes")), "auto", prompt=f"<|im_start|>assistant\n{prompt}"
-        )
-        assert factory.begins_in_reasoning is reasons
+        reading = AnswerReading(family_template("hermes"), markers=("<think>", "</think>"))
+        factory = ReaderFactory(reading, "auto", prompt=f"<|im_start|>assistant\n{prompt}")
+        assert factory.markers.opened is reasons
 
 
 @pytest.mark.parametrize("size", [1, 3, 100])

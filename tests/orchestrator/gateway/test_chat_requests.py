@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import jsonschema
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from orchestrator.gateway.openai import body_reader, protocol
 from orchestrator.gateway.openai.errors import ApiError
 from orchestrator.gateway.openai.request_builder import chat_prompt
 from orchestrator.gateway.openai.template_variables import template_variables
 from tests.checkpoints import save_tokenizer
+from tests.searches import search
 from workers.text.tokenizer import load_tokenizer
 
 HELLO = [{"role": "user", "content": "hi"}]
@@ -166,6 +170,12 @@ def test_system_messages_may_be_anywhere(tmp_path: Path, template: str, messages
     assert prompt in shown.removeprefix("<|bos|>")
 
 
+def guide(request: protocol.ChatRequest) -> Any:
+    constraint = request.guide()
+    assert constraint is not None
+    return json.loads(constraint.text)
+
+
 def test_calls_are_possible_only_with_tools() -> None:
     """`auto` by default."""
     assert (read().calling, read(tools=[]).calling, read(tools=None).calling) == ("none",) * 3
@@ -173,14 +183,14 @@ def test_calls_are_possible_only_with_tools() -> None:
     assert (auto.calling, auto.guide()) == ("auto", None)
     none = read(tools=[tool("f")], tool_choice="none", response_format={"type": "json_object"})
     assert none.calling == "none"
-    assert none.guide() == '{"type": "object"}'
+    assert guide(none) == {"type": "object"}
 
 
 def test_a_named_call_has_the_schema_of_its_function() -> None:
     """A function without parameters gets an object."""
     named = {"type": "function", "function": {"name": "f"}}
-    assert json.loads(read(tools=[tool("f", CITY)], tool_choice=named).guide() or "") == CITY
-    assert json.loads(read(tools=[tool("f")], tool_choice=named).guide() or "")["type"] == "object"
+    assert guide(read(tools=[tool("f", CITY)], tool_choice=named)) == CITY
+    assert guide(read(tools=[tool("f")], tool_choice=named))["type"] == "object"
 
 
 @pytest.mark.parametrize(
@@ -195,23 +205,109 @@ def test_a_named_call_has_the_schema_of_its_function() -> None:
     ],
 )
 def test_required_calls_have_the_schemas_of_their_tools(calls: list[Any], good: bool) -> None:
-    """The references of a tool's schema find their definitions at the top."""
-    schema = json.loads(read(tools=[tool("f", CITY), tool("g")], tool_choice="required").guide() or "")
+    """Each in its own place."""
+    schema = guide(read(tools=[tool("f", CITY), tool("g")], tool_choice="required"))
 
     assert jsonschema.Draft202012Validator(schema).is_valid(calls) == good
 
 
 def test_without_parallel_calls_exactly_one_is_required() -> None:
     request = read(tools=[tool("g")], tool_choice="required", parallel_tool_calls=False)
-    assert json.loads(request.guide() or "")["maxItems"] == 1
+    assert guide(request)["maxItems"] == 1
 
 
-@pytest.mark.parametrize("definitions", [{"city": {"enum": ["Rome"]}}, [1], "x"])
-def test_conflicting_definitions_are_rejected(definitions: Any) -> None:
-    """Two tools with different definitions of one name, or with invalid ones."""
-    with pytest.raises(ApiError, match="defs") as refused:
-        read(tools=[tool("f", CITY), tool("g", {"$defs": definitions})], tool_choice="required")
-    assert refused.value.param == "tools"
+DEFINITIONS: list[tuple[dict[str, Any], Any, Any]] = [  # a schema, and arguments that are right and wrong
+    (
+        {"definitions": {"P": {"type": "integer"}}, "properties": {"p": {"$ref": "#/definitions/P"}}},
+        {"p": 1},
+        {"p": ""},
+    ),
+    ({"$defs": {"P": {"type": "integer"}}, "properties": {"p": {"$ref": "#/$defs/P"}}}, {"p": 1}, {"p": True}),
+    ({"$defs": {"P": {"type": "boolean"}}, "properties": {"p": {"$ref": "#/$defs/P"}}}, {"p": True}, {"p": 1}),
+    (
+        {"properties": {"a/b~ c": {"properties": {"x": {"type": "null"}}}, "p": {"$ref": "#/properties/a~1b~0%20c"}}},
+        {"p": {"x": None}},
+        {"p": {"x": 1}},
+    ),
+    (
+        {"properties": {"c": {"type": "array", "items": {"$ref": "#"}}}, "additionalProperties": False},
+        {"c": [{"c": []}]},
+        {"c": [{"d": 1}]},
+    ),
+    (
+        {"properties": {"p": {"$id": "T0", "type": "object", "properties": {"c": {"$ref": "T0"}}}}},
+        {"p": {"c": {"c": {}}}},
+        {"p": {"c": {"c": 1}}},
+    ),
+    (
+        {
+            "$id": "https://a.example/x",
+            "$defs": {"P": {"$anchor": "p", "type": "null"}},
+            "properties": {"p": {"$ref": "#p"}},
+        },
+        {"p": None},
+        {"p": 1},
+    ),
+    (
+        {"$id": "https://a.example/x", "$defs": {"P": {"type": "null"}}, "properties": {"p": {"$ref": "x#/$defs/P"}}},
+        {"p": None},
+        {"p": 1},
+    ),
+    (
+        {"properties": {"$ref": {"const": {"$ref": "#/x"}}, "enum": {"enum": [{"$id": "y"}]}}},
+        {"$ref": {"$ref": "#/x"}, "enum": {"$id": "y"}},
+        {"$ref": {"$ref": "#/$defs/0/x"}},
+    ),
+]
+
+
+@pytest.mark.parametrize("position", range(len(DEFINITIONS)))
+def test_a_reference_means_the_same_however_a_call_is_forced(position: int) -> None:
+    """By its own tool's schema, beside tools with other definitions of the same names."""
+    tools = [tool(f"f{i}", schema) for i, (schema, _, _) in enumerate(DEFINITIONS)]
+    name, (schema, right, wrong) = f"f{position}", DEFINITIONS[position]
+    named = {"type": "function", "function": {"name": name}}
+    required = guide(read(tools=tools, tool_choice="required"))
+    llguidance = pytest.importorskip("llguidance").LLMatcher
+    assert llguidance.validate_grammar(llguidance.grammar_from_json_schema(required)) == ""
+    for arguments in (right, wrong):
+        good = jsonschema.Draft202012Validator(schema).is_valid(arguments)
+        assert good == (arguments is right)
+        assert jsonschema.Draft202012Validator(required).is_valid([{"name": name, "parameters": arguments}]) == good
+        one = guide(read(tools=tools, tool_choice=named))
+        assert jsonschema.Draft202012Validator(one).is_valid(arguments) == good
+
+
+NAMES = st.sampled_from(["a", "a/b", "~0", "%20", "$ref", "é", "", "$defs", "properties"])
+VALUES = st.recursive(
+    st.sampled_from([None, True, 0, 1, "x"]), lambda values: st.dictionaries(NAMES, values, max_size=3), max_leaves=8
+)
+
+
+@st.composite
+def schemas(draw: st.DrawFn) -> dict[str, Any]:
+    """A schema whose parts refer to each other and to the whole."""
+    leaves = st.sampled_from([{"type": kind} for kind in ("null", "boolean", "integer", "string", "object")])
+    parts = {key: draw(st.dictionaries(NAMES, leaves, max_size=3)) for key in ("$defs", "definitions", "properties")}
+    pointers = ["#"] + [
+        "#" + "".join("/" + quote(key.replace("~", "~0").replace("/", "~1")) for key in (part, name))
+        for part, names in parts.items()
+        for name in names
+    ]
+    references = st.sampled_from(pointers).map(lambda pointer: {"$ref": pointer})
+    parts["properties"] |= draw(st.dictionaries(NAMES.map("r{}".format), references, max_size=3))
+    return {"type": "object", **parts, "additionalProperties": draw(references | st.booleans())}
+
+
+@search(40)
+@given(st.lists(schemas(), min_size=2, max_size=3), st.data())
+def test_any_reference_means_the_same_in_required_calls(parameters: list[dict[str, Any]], data: st.DataObject) -> None:
+    """A value is valid for a tool's schema exactly if the call with it is valid."""
+    required = guide(read(tools=[tool(f"f{i}", schema) for i, schema in enumerate(parameters)], tool_choice="required"))
+    for i, schema in enumerate(parameters):
+        arguments = data.draw(st.dictionaries(NAMES | NAMES.map("r{}".format), VALUES, max_size=3))
+        good = jsonschema.Draft202012Validator(schema).is_valid(arguments)
+        assert jsonschema.Draft202012Validator(required).is_valid([{"name": f"f{i}", "parameters": arguments}]) == good
 
 
 @pytest.mark.parametrize("number", [10**400, -(10**400)])

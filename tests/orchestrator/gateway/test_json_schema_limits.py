@@ -10,11 +10,15 @@ import pytest
 
 from orchestrator.gateway.openai.body_reader import read_chat
 from orchestrator.gateway.openai.errors import ApiError
-from orchestrator.gateway.openai.schemas import schema_text
+from orchestrator.gateway.openai.schemas import ClientSchema, schema_constraint
 from tests.checkpoints import EOS_ID
 from tests.orchestrator.gateways import LiveGateway, routes
 from tests.orchestrator.scripted import ScriptedReplica, save_tools_tokenizer
 from tests.workers.tables import TableEngine, table
+
+
+def schema_text(schema: Any, param: str) -> str:
+    return schema_constraint(ClientSchema(schema, param, param)).text
 
 
 def properties(count: int) -> dict[str, Any]:

@@ -281,8 +281,12 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": {"type": "any"}}, "tool_choice requires tools"),
     ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "x"}}, "'x' is not one of the tools"),
     (
-        {"output_config": {"format": {"type": "json_schema", "schema": {}}}, "tools": TOOLS},
-        "t_config.format cannot",
+        {"output_config": {"format": {"type": "json_schema", "schema": {"items": {"not": {"type": "null"}}}}}},
+        "output_config.format.schema.items.not: is not supported",
+    ),
+    (
+        {"tools": [*TOOLS, {"name": "x", "input_schema": {"if": {}}}], "tool_choice": {"type": "any"}},
+        f"tools[{len(TOOLS)}].input_schema.if: is not supported",
     ),
     ({"stop_sequences": ["x" * 20_000]}, "the characters of stop_sequences: 20000"),
 ]

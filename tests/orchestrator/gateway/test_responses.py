@@ -10,7 +10,7 @@ import pytest
 from orchestrator.gateway.openai import body_reader
 from orchestrator.gateway.openai.answers import Answer, Choice
 from orchestrator.gateway.openai.request_builder import RequestLimits, requests_for
-from workers.messages.requests import FinishReason, GenerateRequest, TokenEvent, TokenLogprobs
+from workers.messages.requests import AnswerConstraint, FinishReason, GenerateRequest, TokenEvent, TokenLogprobs
 
 LIMITS = RequestLimits(max_len=100, max_prompt=100, vocab_size=1000)
 
@@ -126,7 +126,7 @@ def test_every_sampling_parameter_reaches_the_replica() -> None:
     ]
 
     assert {name: getattr(whole, name) for name in fields} == fields
-    assert (whole.stop, whole.logit_bias, whole.guide) == (["x"], {5: -100.0}, '{"type": "object"}')
+    assert (whole.stop, whole.logit_bias, whole.guide) == (["x"], {5: -100.0}, AnswerConstraint('{"type":"object"}'))
     assert requests_of({})[1] == GenerateRequest(
         id="b", prompt_ids=[3], max_tokens=16, temperature_is_default=True, whole=True
     )
@@ -140,4 +140,4 @@ def test_a_json_schema_is_handed_on_as_text() -> None:
     (request, _) = requests_of({"response_format": wanted})
 
     assert request.guide is not None
-    assert json.loads(request.guide) == schema
+    assert json.loads(request.guide.text) == schema

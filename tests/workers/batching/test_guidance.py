@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import msgspec
 import pytest
 import torch
 
@@ -17,7 +18,7 @@ from tests.checkpoints import EOS_ID, VOCAB_SIZE, byte_level_tokenizer, save_tok
 from tests.workers.tables import Answers, TableEngine, answers, table
 from workers.batching.batcher import Batcher
 from workers.batching.guidance import MAX_COMPILED, Guide, Guides
-from workers.messages.requests import FinishReason, GenerateRequest
+from workers.messages.requests import AnswerConstraint, AnswerMarkers, FinishReason, GenerateRequest, InvalidField
 from workers.text.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
 pytest.importorskip("llguidance")
@@ -64,8 +65,12 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return load_tokenizer("cpu", str(path))
 
 
+def constraint(schema: Any, **fields: Any) -> AnswerConstraint:
+    return AnswerConstraint(schema if isinstance(schema, str) else json.dumps(schema), **fields)
+
+
 def request(id: str = "a", schema: Any = None, **fields: Any) -> GenerateRequest:
-    guide = schema if schema is None or isinstance(schema, str) else json.dumps(schema)
+    guide = None if schema is None else constraint(schema)
     settings: dict[str, Any] = {"prompt_ids": [17], "max_tokens": 1500, "temperature": 0.0}
     return GenerateRequest(id=id, guide=guide, **(settings | fields))
 
@@ -100,6 +105,117 @@ def test_json_mode_gives_json(mode: str, tokenizer: Tokenizer) -> None:
     got = answers(engine(model=model), [request(str(s), mode, temperature=1.0, seed=s) for s in range(12)], tokenizer)
     for seed in range(12):
         assert_follows(got, str(seed), json.loads(mode))
+
+
+TEXTS: dict[str, tuple[AnswerConstraint, str]] = {
+    "regex": (AnswerConstraint(r"^[a-c]{3}-[0-9]+!$", "regex"), r"[a-c]{3}-[0-9]+!"),
+    "lark": (AnswerConstraint('start: "x" /[0-9]{2}/ | "é\\n"', "grammar"), r"x[0-9]{2}|é\n"),
+    "gbnf": (AnswerConstraint('root ::= "if " name\nname ::= [a-z] [a-z]', "grammar"), "if [a-z]{2}"),
+    "choice": (AnswerConstraint('["yes", "no \\"é\\n"]', "choice"), 'yes|no "é\n'),
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_every_answer_matches_its_grammar(name: str, tokenizer: Tokenizer) -> None:
+    """A regular expression, a grammar of either form, or a choice, as text and not as JSON."""
+    constraint, pattern = TEXTS[name]
+    requests = [
+        GenerateRequest(id=str(seed), prompt_ids=[17], max_tokens=200, temperature=1.5, seed=seed, guide=constraint)
+        for seed in range(12)
+    ]
+    got = answers(engine(), requests, tokenizer)
+    for guided in requests:
+        assert got.finish(guided.id) is FinishReason.STOP
+        assert re.fullmatch(pattern, got.text(guided.id))
+
+
+@pytest.mark.parametrize(
+    ("constraint", "message"),
+    [
+        (AnswerConstraint("(", "regex"), "the regular expression is not supported: .*unclosed group"),
+        (AnswerConstraint(r"(a)\1", "regex"), "the regular expression is not supported"),
+        (AnswerConstraint("root ::= (", "grammar"), "the grammar cannot be read"),
+        (AnswerConstraint("root ::= " + "(" * 9000, "grammar"), "the grammar cannot be read"),
+        (AnswerConstraint("start: x", "grammar"), "the grammar is not supported"),
+        (AnswerConstraint("start: start", "grammar"), "the grammar is not supported: no answer can begin"),
+    ],
+)
+def test_an_unsupported_grammar_is_refused_with_the_reason(
+    constraint: AnswerConstraint, message: str, tokenizer: Tokenizer
+) -> None:
+    with pytest.raises(InvalidField, match=f"(?s){message}"):
+        Guides(tokenizer, VOCAB_SIZE, [EOS_ID]).start(constraint)
+
+
+NUMBER = AnswerConstraint('{"type": "integer"}')
+THINK = AnswerMarkers(open="<think>", close="</think>")
+OPENED = AnswerMarkers(close="</think>", opened=True)
+CHANNELS = AnswerMarkers(("<|channel|>commentary",), close="<|channel|>final<|message|>", opened=True)
+TAG = AnswerConstraint(
+    '{"structures": [{"begin": "<f>", "schema": {"type": "integer"}, "end": "</f>"}], "triggers": ["<f"]}',
+    "structural_tag",
+)
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["special", "not special"])
+def marked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """A tokenizer with markers as added tokens."""
+    path = tmp_path_factory.mktemp("marked")
+    save_tokenizer(path)
+    fields = json.loads((path / "tokenizer.json").read_text())
+    first = VOCAB_SIZE
+    for id, content in enumerate(("<think>", "</think>", "[TOOL_CALLS]", "<|channel|>", "<|message|>"), first):
+        token = {"id": id, "content": content, "special": request.param, "normalized": False}
+        fields["added_tokens"].append({**token, "single_word": False, "lstrip": False, "rstrip": False})
+    (path / "tokenizer.json").write_text(json.dumps(fields))
+    return load_tokenizer("cpu", str(path))
+
+
+@pytest.mark.parametrize(
+    ("markers", "constraint", "text", "good"),
+    [
+        (AnswerMarkers(), NUMBER, "7", True),
+        (AnswerMarkers(), NUMBER, "seven", False),
+        (THINK, NUMBER, "7", True),
+        (THINK, NUMBER, "<think>It is\n\n7?</think>7", True),
+        (THINK, NUMBER, "<think></think>7", True),
+        (THINK, NUMBER, "<think>It is 7", False),
+        (THINK, NUMBER, "<think>a</think>seven", False),
+        (THINK, NUMBER, "<think>a</think><think>b</think>7", False),
+        (THINK, NUMBER, "It is 7</think>7", False),
+        (OPENED, NUMBER, "It is 7</think>7", True),
+        (OPENED, NUMBER, "It is 7</think>", False),
+        (AnswerMarkers(("[TOOL_CALLS]",)), NUMBER, '[TOOL_CALLS][{"name', True),
+        (AnswerMarkers(("[TOOL_CALLS]",)), NUMBER, "7", True),
+        (AnswerMarkers(("[TOOL_CALLS]",)), NUMBER, "7[TOOL_CALLS]", False),
+        (AnswerMarkers(("(call)",)), AnswerConstraint("[(][a-c]+[)]!", "regex"), "(call)(f", True),
+        (AnswerMarkers(("(call)",)), AnswerConstraint("[(][a-c]+[)]!", "regex"), "(cab)!", True),
+        (AnswerMarkers(("(call)",)), AnswerConstraint("[(][a-c]+[)]!", "regex"), "(cal)!", False),
+        (AnswerMarkers(("[TOOL_CALLS]",), close="</think>", opened=True), NUMBER, "a</think>[TOOL_CALLS]f{", True),
+        (AnswerMarkers(("[TOOL_CALLS]",), close="</think>", opened=True), NUMBER, "a[TOOL_CALLS]f{", True),
+        (CHANNELS, NUMBER, "<|channel|>analysis<|message|>7?<|channel|>final<|message|>7", True),
+        (CHANNELS, NUMBER, "<|channel|>analysis<|message|>7?<|channel|>final<|message|>seven", False),
+        (CHANNELS, NUMBER, "<|channel|>commentary to=f<|message|>{}", True),
+        (AnswerMarkers(), TAG, "It is <f>7</f> or <f>8</f>.", True),
+        (AnswerMarkers(), TAG, "It is <f>seven</f>.", False),
+        (THINK, TAG, "<think>It is <f>seven</f></think><f>7</f>", True),
+    ],
+)
+def test_a_constraint_begins_after_the_reasoning_and_leaves_room_for_calls(
+    markers: AnswerMarkers, constraint: AnswerConstraint, text: str, good: bool, marked: Tokenizer
+) -> None:
+    """Token by token, up to an EOS."""
+    size = VOCAB_SIZE + 5
+    guide = Guides(marked, size, [EOS_ID]).start(msgspec.structs.replace(constraint, markers=markers))
+    for token in [*marked.encode(text, add_special_tokens=False), EOS_ID]:
+        forbidden = guide.forbidden(size)
+        assert forbidden is not None
+        if forbidden[token] and not (token == EOS_ID and guide.ended):
+            assert not good
+            return
+        if token != EOS_ID:
+            guide.advance(token)
+    assert good
 
 
 def test_an_answer_cut_by_its_length_finishes_with_length(tokenizer: Tokenizer) -> None:
@@ -156,7 +272,7 @@ def test_json_as_programs_print_it_follows_a_schema(indent: int | str | None, to
     """Compact, with spaces behind commas and colons, or indented."""
     value = {"people": [{"name": "", "age": 7}], "tag": None}
     for text in (json.dumps(value, indent=indent), json.dumps(value, separators=(",", ":"))):
-        guide = Guides(tokenizer, VOCAB_SIZE, [EOS_ID]).start(json.dumps(SCHEMAS["nested"]))
+        guide = Guides(tokenizer, VOCAB_SIZE, [EOS_ID]).start(constraint(SCHEMAS["nested"]))
         for token in [*tokenizer.encode(text)[1:], EOS_ID]:
             forbidden = guide.forbidden(VOCAB_SIZE)
             assert forbidden is not None
@@ -217,7 +333,7 @@ def test_without_llguidance_the_error_names_the_package(tokenizer: Tokenizer, mo
 
 def test_a_tokenizer_without_a_tokenizer_json_cannot_guide() -> None:
     """The request is refused at submission."""
-    with pytest.raises(ValueError, match="tokenizer cannot be used for JSON"):
+    with pytest.raises(ValueError, match="tokenizer cannot be used for structured outputs"):
         Batcher(engine(), ByteTokenizer(), Answers()).submit(request(schema="{}"))
 
 
@@ -259,10 +375,13 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_the_choices_of_a_request_share_one_compilation(tokenizer: Tokenizer, compiled: list[str]) -> None:
     """A schema is compiled once, also one that is refused, and each choice goes its own way."""
     guides = Guides(tokenizer, VOCAB_SIZE, [EOS_ID])
-    first, second = guides.start('{"enum": [true, 1]}'), guides.start('{"enum": [true, 1]}')
+    first, second = (
+        guides.start(AnswerConstraint('{"enum": [true, 1]}')),
+        guides.start(AnswerConstraint('{"enum": [true, 1]}')),
+    )
     for _ in range(2):
         with pytest.raises(ValueError, match="Invalid type"):
-            guides.start('{"type": "objekt"}')
+            guides.start(AnswerConstraint('{"type": "objekt"}'))
 
     first.advance(byte_level_tokenizer().token_to_id("1"))  # type: ignore[arg-type]
 
@@ -274,7 +393,7 @@ def test_the_least_recently_used_schemas_are_evicted(tokenizer: Tokenizer, compi
     """The cache holds MAX_COMPILED schemas."""
     guides = Guides(tokenizer, VOCAB_SIZE, [EOS_ID])
     for number in [*range(MAX_COMPILED), 0, MAX_COMPILED, 0, 1]:
-        guides.start(f'{{"const": {number}}}')
+        guides.start(AnswerConstraint(f'{{"const": {number}}}'))
     assert compiled[MAX_COMPILED:] == [f'{{"const": {number}}}' for number in (MAX_COMPILED, 1)]
 
 

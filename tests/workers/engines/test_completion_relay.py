@@ -16,10 +16,18 @@ from tests.fleet import until
 from workers.batching.step_loop import BatcherClosed
 from workers.engines.echo.engine import EOS_ID, VOCAB_SIZE, echo_tokens
 from workers.engines.server.completion_relay import CompletionRelay
-from workers.engines.server.completion_stream import Piece, ServerError, StreamReader
+from workers.engines.server.completion_stream import Piece, ServerError, StreamReader, constraint_fields
 from workers.engines.server.server_process import Address, CompletionServer
 from workers.messages.engine_protocol import EngineLoadError, EngineSpec
-from workers.messages.requests import FinishReason, Forwarded, GenerateRequest, TokenEvent
+from workers.messages.requests import (
+    AnswerConstraint,
+    AnswerMarkers,
+    FinishReason,
+    Forwarded,
+    GenerateRequest,
+    InvalidField,
+    TokenEvent,
+)
 from workers.text.tokenizer import ByteTokenizer
 
 DEADLINE_S = 20.0
@@ -252,11 +260,61 @@ def test_a_guided_answer_may_end_with_the_servers_eos(
         await response.write(chunk([65]) + chunk([9], "stop"))
 
     server.answer = ended
-    relay.submit(request(guide='{"type": "object"}'))
+    relay.submit(request(guide=AnswerConstraint('{"type": "object"}')))
 
     assert received.end("a").finish is FinishReason.STOP
     assert server.bodies[0]["structured_outputs"] == {"json": {"type": "object"}}
     assert not server.bodies[0]["ignore_eos"]
+
+
+REASONS = AnswerMarkers(("<call>",), open="<think>", close="</think>")
+THOUGHT = {"type": "tag", "begin": "<think>", "content": {"type": "any_text"}, "end": "</think>"}
+CALL = {"type": "sequence", "elements": [{"type": "const_string", "value": "<call>"}, {"type": "any_text"}]}
+BOTH = {"type": "or", "elements": [{"type": "regex", "pattern": "a+"}, CALL]}
+EITHER = {"type": "or", "elements": [BOTH, {"type": "sequence", "elements": [THOUGHT, BOTH]}]}
+
+
+@pytest.mark.parametrize(
+    ("constraint", "version", "fields"),
+    [
+        (AnswerConstraint("a+", "regex"), (0, 12), {"structured_outputs": {"regex": "a+"}}),
+        (AnswerConstraint('["a"]', "choice"), (0, 11), {"guided_choice": ["a"]}),
+        (AnswerConstraint("a+", "regex", REASONS), (0, 12), EITHER),
+        (
+            AnswerConstraint('{"type": "null"}', markers=AnswerMarkers(close="</think>", opened=True)),
+            (0, 12),
+            {
+                "type": "sequence",
+                "elements": [{**THOUGHT, "begin": ""}, {"type": "json_schema", "json_schema": {"type": "null"}}],
+            },
+        ),
+    ],
+)
+def test_a_constraint_is_sent_in_the_servers_form(
+    constraint: AnswerConstraint, version: tuple[int, int], fields: dict[str, Any]
+) -> None:
+    """With reasoning or calls beside it as a structural tag, whose formats xgrammar documents."""
+    sent = constraint_fields(constraint, version)
+    if constraint.markers != AnswerMarkers():
+        tag = json.loads(sent["structured_outputs"]["structural_tag"])
+        assert tag == {"type": "structural_tag", "format": fields}
+    else:
+        assert sent == fields
+
+
+@pytest.mark.parametrize(
+    ("constraint", "version"),
+    [
+        (AnswerConstraint("{}", markers=REASONS), (0, 11)),
+        (AnswerConstraint("{}", "structural_tag"), (0, 11)),
+        (AnswerConstraint("{}", "structural_tag", REASONS), (0, 12)),
+    ],
+)
+def test_a_constraint_that_the_server_has_no_form_for_is_refused(
+    constraint: AnswerConstraint, version: tuple[int, int]
+) -> None:
+    with pytest.raises(InvalidField):
+        constraint_fields(constraint, version)
 
 
 def test_what_the_server_would_ignore_is_refused(relay: CompletionRelay) -> None:

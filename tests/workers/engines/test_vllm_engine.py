@@ -28,7 +28,7 @@ from workers.engines.vllm.engine import start_vllm
 from workers.messages.encoder_protocol import EncodeInput
 from workers.messages.engine_protocol import EngineLoadError
 from workers.messages.replica_config import ReplicaConfig
-from workers.messages.requests import FinishReason, GenerateRequest, TokenEvent
+from workers.messages.requests import AnswerConstraint, FinishReason, GenerateRequest, TokenEvent
 from workers.text.tokenizer import ByteTokenizer
 
 DEADLINE_S = 60.0
@@ -287,7 +287,7 @@ def test_a_server_whose_queue_is_full_refuses_for_now(run: Run) -> None:
 
 
 def test_a_schema_that_the_server_refuses_is_the_clients_fault(run: Run) -> None:
-    run.submit(guide='{"type": "odd"}')
+    run.submit(guide=AnswerConstraint('{"type": "odd"}'))
 
     assert run.end().finish is FinishReason.INVALID
     assert "schema" in (run.end().error or "")

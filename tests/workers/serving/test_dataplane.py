@@ -16,7 +16,7 @@ from tests.fleet import until
 from tests.served import EPOCH, TOKEN, Served
 from workers.batching.step_loop import BatcherClosed
 from workers.engines.echo.engine import echo_tokens
-from workers.messages.requests import FinishReason, GenerateRequest, TokenEvent, TokenLogprobs
+from workers.messages.requests import AnswerConstraint, FinishReason, GenerateRequest, TokenEvent, TokenLogprobs
 from workers.messages.wire import (
     MAX_FRAME_BYTES,
     PROTOCOL,
@@ -413,7 +413,7 @@ def test_the_slot_of_an_answer_that_cannot_be_sent_is_granted_to_others(played: 
 
 def test_a_schema_that_is_compiled_delays_no_other_request(played: Played) -> None:
     """It has a thread of its own; its request starts afterwards."""
-    client = played.client(request("guided", guide="{}"), request("free"))
+    client = played.client(request("guided", guide=AnswerConstraint("{}")), request("free"))
     assert played.compiling.wait(5)
     played.plane.emit([token("free", FinishReason.LENGTH)])
 
@@ -425,7 +425,9 @@ def test_a_schema_that_is_compiled_delays_no_other_request(played: Played) -> No
 
 def test_the_schema_of_a_cancelled_request_is_not_compiled(played: Played) -> None:
     """A request whose schema is being compiled is cancelled afterwards; one that waits is never submitted."""
-    client = played.client(request("first", guide="{}"), request("second", guide="{}"))
+    client = played.client(
+        request("first", guide=AnswerConstraint("{}")), request("second", guide=AnswerConstraint("{}"))
+    )
     assert played.compiling.wait(5)
     client.send(Cancel("first"))
     client.send(Cancel("second"))
@@ -452,6 +454,6 @@ def test_a_schema_that_cannot_be_compiled_ends_its_request(
     """Its client gets an error for each exception."""
     played.raises = error
     played.compiled.set()
-    client = played.client(request("r", guide="{}"))
+    client = played.client(request("r", guide=AnswerConstraint("{}")))
 
     assert client.events(1)["r"][-1].finish is finish

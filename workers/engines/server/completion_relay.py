@@ -31,6 +31,7 @@ from workers.engines.server.completion_stream import (
     ServerError,
     StreamReader,
     completion_body,
+    constraint_fields,
     embedding_body,
     error_message,
     read_embeddings,
@@ -160,6 +161,8 @@ class CompletionRelay:
             raise InvalidField("prompt_logprobs", NOT_SCORED)
         if request.no_repeat_ngram_size:
             raise ValueError("this model's engine does not support no_repeat_ngram_size")
+        if request.guide is not None:
+            constraint_fields(request.guide, self._server.version)  # raises InvalidField
         ending_ids = frozenset(request.stop_token_ids)
         if not request.ignore_eos:
             ending_ids |= self.spec.eos_token_ids

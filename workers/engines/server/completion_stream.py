@@ -17,7 +17,7 @@ import msgspec
 
 from workers.batching.logprobs import IMPOSSIBLE
 from workers.messages.encoder_protocol import EncodeInput
-from workers.messages.requests import GenerateRequest, TokenLogprobs
+from workers.messages.requests import GUIDE, AnswerConstraint, GenerateRequest, InvalidField, TokenLogprobs
 
 GUIDED_BY_OUTPUTS = (0, 12)  # the first vLLM with `structured_outputs`; before, `guided_json`
 BAD_GATEWAY = 502
@@ -103,9 +103,48 @@ def completion_body(
     if request.prompt_logprobs is not None:  # the field of that name cannot be streamed
         body["echo"] = True
     if request.guide is not None:
-        schema = msgspec.json.decode(request.guide)
-        body |= {"structured_outputs": {"json": schema}} if version >= GUIDED_BY_OUTPUTS else {"guided_json": schema}
+        body |= constraint_fields(request.guide, version)
     return body
+
+
+def constraint_fields(constraint: AnswerConstraint, version: tuple[int, int]) -> dict[str, Any]:
+    """Returns the fields of a constraint. Raises InvalidField where this vLLM cannot express it."""
+    kind, text, markers = constraint.kind, constraint.text, constraint.markers
+    value = msgspec.json.decode(text) if kind in ("json", "choice") else text
+    if version < GUIDED_BY_OUTPUTS:
+        if markers.calls or markers.close or kind == "structural_tag":
+            needs = f"vLLM {GUIDED_BY_OUTPUTS[0]}.{GUIDED_BY_OUTPUTS[1]} or later"
+            raise InvalidField(GUIDE, f"a constraint beside tool calls or reasoning, and structural tags, need {needs}")
+        return {f"guided_{kind}": value}
+    if not (markers.calls or markers.close):
+        return {"structured_outputs": {kind: value}}
+    match kind:  # the formats of xgrammar's structural tags
+        case "json":
+            answer = {"type": "json_schema", "json_schema": value}
+        case "regex":
+            answer = {"type": "regex", "pattern": value}
+        case "grammar":
+            answer = {"type": "grammar", "grammar": value}
+        case "choice":
+            answer = _any_of([{"type": "const_string", "value": choice} for choice in value])
+        case "structural_tag":
+            raise InvalidField(GUIDE, "a structural tag cannot be combined with tool calls or reasoning on vLLM")
+    calls = [_sequence({"type": "const_string", "value": call}, {"type": "any_text"}) for call in markers.calls]
+    answer = _any_of([answer, *calls])
+    if markers.close:
+        begin = "" if markers.opened else markers.open
+        reasoning = {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": markers.close}
+        answer = _any_of([_sequence(reasoning, answer)] if markers.opened else [answer, _sequence(reasoning, answer)])
+    tag = {"type": "structural_tag", "format": answer}
+    return {"structured_outputs": {"structural_tag": msgspec.json.encode(tag).decode()}}
+
+
+def _any_of(elements: list[dict[str, Any]]) -> dict[str, Any]:
+    return elements[0] if len(elements) == 1 else {"type": "or", "elements": elements}
+
+
+def _sequence(*elements: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "sequence", "elements": list(elements)}
 
 
 class _Embedding(msgspec.Struct):
