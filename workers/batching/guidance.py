@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 MAX_INDENT = 16  # spaces; half as many tabs
 _WHITESPACE = rf"\x20|\x0D?\x0A(\x20{{0,{MAX_INDENT}}}|\x09{{0,{MAX_INDENT // 2}}})"
 
+MAX_NEWLINES = 2  # behind the reasoning, as models were trained to write them
 MAX_COMPILED = 32  # cached constraints, at up to 4 MB each; the least recently used one is evicted
 MAX_REASON = 300  # characters of llguidance's own message
 Kind = Literal["json", "regex", "grammar", "choice", "structural_tag"]
@@ -138,6 +139,8 @@ class Guide:
         opens = markers.open if markers.close and not markers.opened else ""
         self._openings = self._openings_of(opens)
         self._in_grammar = True  # the tokens of the constrained part, so far, follow the grammar
+        self._newlines: dict[int, int] = {}  # tokens of newlines, with their number
+        self._newlines_left = 0  # that may come between the reasoning and the constrained part
 
     def _openings_of(self, reasoning: str) -> list[tuple[list[int], _Section]]:
         """Returns the tokens with which another part may begin in place of the constrained one."""
@@ -179,8 +182,8 @@ class Guide:
         else:
             self._mask.fill(0)
         allowed = np.unpackbits(self._mask.view(np.uint8), bitorder="little")[:vocab_size]
-        for ids, _ in self._openings:
-            allowed[ids[0]] = 1
+        newlines = [id for id, count in self._newlines.items() if count <= self._newlines_left]
+        allowed[[*(ids[0] for ids, _ in self._openings), *newlines]] = 1
         return torch.from_numpy(np.pad(allowed, (0, vocab_size - len(allowed)))) == 0
 
     def advance(self, token: int) -> None:
@@ -191,6 +194,11 @@ class Guide:
             self._advance_reasoning(token)
 
     def _advance_constrained(self, token: int) -> None:
+        count = self._newlines.get(token, MAX_NEWLINES + 1)
+        if count <= self._newlines_left and not self._matcher.validate_tokens([token]):
+            self._newlines_left -= count
+            return
+        self._newlines_left = 0
         self._openings = [(ids[1:], part) for ids, part in self._openings if ids[0] == token]
         for ids, part in self._openings:
             if not ids:
@@ -210,6 +218,11 @@ class Guide:
             self._reasoning = self._reasoning[-max(map(len, texts)) :]
         elif found[1] == self._markers.close:
             self._part, self._openings, self._in_grammar = _Section.CONSTRAINED, self._openings_of(""), True
+            for count in range(1, MAX_NEWLINES + 1):
+                ids = self._vocabulary.tokenize_str("\n" * count)
+                if len(ids) == 1:
+                    self._newlines[ids[0]] = count
+            self._newlines_left = MAX_NEWLINES
         else:
             self._part = _Section.CALL
 
