@@ -12,8 +12,7 @@ from pathlib import Path
 from orchestrator.control.resolve.spec_file import SpecFile, examine, start_problems, this_machine
 from orchestrator.process.failure import Failed
 from orchestrator.process.home import Home
-from orchestrator.process.speed_record import SpeedRecord
-from orchestrator.process.version import corewright_version
+from orchestrator.process.speed_record import SpeedRecord, record_of
 from orchestrator.verify import answers, parts
 from orchestrator.verify.claims import CLAIMS, Part, Verdict, not_run
 from orchestrator.verify.stand import Stand, busy_cores
@@ -120,14 +119,29 @@ def verify(
     records: bool,
     say: Callable[[str], None],
 ) -> Iterator[Verdict]:
-    """Yields the verdicts of the chosen parts, in their order. ``records``: the measured speeds go into the home's file
-    of speeds, which no fleet may be writing. Raises Failed."""
+    """Yields the verdicts of the chosen parts, in their order. ``records``: what plans read goes into the home's file
+    of measurements, which no fleet may be writing. Raises Failed."""
+    record = record_of(home)
+    for verdict in _verdicts(machine, extent, chosen, home, record, say):
+        yield verdict
+        if records and record.changed:
+            record.write(record.content(time.time()))
+
+
+def _verdicts(
+    machine: VerifiedMachine,
+    extent: Extent,
+    chosen: Collection[Part],
+    home: Home,
+    record: SpeedRecord,
+    say: Callable[[str], None],
+) -> Iterator[Verdict]:
     trials = trials_of(machine, extent, chosen)
     hosts, engines = settings_of(None if machine.file is None else machine.file.text, bool(devices()), machine.host)
     with tempfile.TemporaryDirectory(prefix="corewright-verify-") as name:
         folder = Path(name)
         if "facts" in chosen:
-            yield from _measured("facts", parts.facts(machine.problems, machine.facts, machine.host, home.path))
+            yield from _measured("facts", parts.facts(machine.problems, machine.facts, machine.host, home.path, record))
         if not trials:
             missing = [claim for claim in CLAIMS.values() if claim.part in chosen and claim.part != "facts"]
             held = ", ".join(f"{core} by {owner}" for core, owner in machine.busy.items())
@@ -139,10 +153,10 @@ def verify(
             "runtime": lambda: parts.runtime(stand, extent),
             "engines": lambda: answers.engines(stand, extent),
             "compiler": lambda: parts.compiler(stand),
-            "memory": lambda: parts.memory(stand),
+            "memory": lambda: parts.memory(stand, record),
             "pinning": lambda: parts.pinning(stand, extent),
             "faults": lambda: parts.faults(stand),
-            "speeds": lambda: _speeds(machine, stand, home, records),
+            "speeds": lambda: _speeds(machine, stand, record),
         }
         for part, step in steps.items():
             if part in chosen:
@@ -161,12 +175,8 @@ def _measured(part: Part, verdicts: Iterator[Verdict]) -> Iterator[Verdict]:
         yield from (not_run(claim, str(error)) for claim in CLAIMS if claim in claims)
 
 
-def _speeds(machine: VerifiedMachine, stand: Stand, home: Home, records: bool) -> Iterator[Verdict]:
+def _speeds(machine: VerifiedMachine, stand: Stand, record: SpeedRecord) -> Iterator[Verdict]:
     if machine.file is None:
         yield not_run("speeds", "there is no spec: corewright verify SPEC")
         return
-    now = time.time()
-    record = SpeedRecord(home.speeds, corewright_version(), now)
-    yield from parts.speeds(stand, machine.file, record, now)
-    if records and record.changed:
-        record.write(record.content(now))
+    yield from parts.speeds(stand, machine.file, record, time.time())

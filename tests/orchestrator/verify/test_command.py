@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from orchestrator.cli import main as cli
-from orchestrator.control.resolve.spec_file import SpecFile, examine
+from orchestrator.control.resolve.spec_file import SpecFile, examine, this_machine
 from orchestrator.process.failure import Failed
 from orchestrator.process.speed_record import SpeedRecord
 from orchestrator.verify import parts, verification
@@ -25,15 +25,16 @@ from workers.serving.timed_answers import TimedAnswer
 def test_the_facts_of_the_machine_are_judged_without_models_on_the_disk_of_the_home(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """/tmp may be in memory, and making models needs torch."""
+    """/tmp may be in memory, and making models needs torch. Later commands read the rate."""
     read = []
     monkeypatch.setenv("COREWRIGHT_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(parts, "read_rate", lambda folder: read.append(folder) or 2e9)
+    monkeypatch.setattr(parts, "read_rate", lambda folder: read.append(folder) or 2e8)
     monkeypatch.setattr(verification, "Stand", None)
     cli.run(["verify", "--only", "facts", "-o", "json"])
     verdicts = json.loads(capsys.readouterr().out)["verdicts"]
     assert [each["claim"] for each in verdicts] == [claim.id for claim in CLAIMS.values() if claim.part == "facts"]
     assert read == [tmp_path / "home"]
+    assert [each.read_bytes_s for each in this_machine().measured.values()] == [2e8]
 
 
 def test_a_claim_that_an_error_prevents_from_being_measured_is_not_run() -> None:
