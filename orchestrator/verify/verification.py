@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -22,9 +25,11 @@ from placements.facts.plural import counted
 from placements.facts.topology import Host
 from placements.resources.estimate import HOST_LOAD_S, LOAD_S
 from placements.spec.problems import Problem
+from workers.host import file_lock
 from workers.host.facts.machine import HostFacts
 from workers.host.host_facts import devices
 
+WORKSPACE = "corewright-verify-"  # begins the names of the temporary folders
 COMPILE_S = 60.0
 """For one tiny model on Neuron, a guess: a Mistral-7B took 3.4 minutes on SDK 2.24 (helixml/helix#2728)."""
 STARTS: Mapping[Part, int] = {"engines": 4, "compiler": 4, "memory": 1, "faults": 1, "pinning": 2, "runtime": 8}
@@ -138,8 +143,7 @@ def _verdicts(
 ) -> Iterator[Verdict]:
     trials = trials_of(machine, extent, chosen)
     hosts, engines = settings_of(None if machine.file is None else machine.file.text, bool(devices()), machine.host)
-    with tempfile.TemporaryDirectory(prefix="corewright-verify-") as name:
-        folder = Path(name)
+    with workspace() as folder:
         if "facts" in chosen:
             yield from _measured("facts", parts.facts(machine.problems, machine.facts, machine.host, home.path, record))
         if not trials:
@@ -162,6 +166,29 @@ def _verdicts(
             if part in chosen:
                 say(f"verifying {part}")
                 yield from _measured(part, step())
+
+
+@contextlib.contextmanager
+def workspace() -> Iterator[Path]:
+    """Yields a temporary folder that this process has locked. Removes those of processes that were killed, whose locks
+    the kernel has released. An empty folder stays: it may be about to be locked."""
+    for left in Path(tempfile.gettempdir()).glob(f"{WORKSPACE}*"):
+        with contextlib.suppress(OSError), _opened(left) as descriptor:
+            own = os.fstat(descriptor).st_uid == os.getuid()
+            if own and file_lock.try_lock(descriptor) and any(left.iterdir()):
+                shutil.rmtree(left)
+    with tempfile.TemporaryDirectory(prefix=WORKSPACE) as name, _opened(Path(name)) as descriptor:
+        file_lock.lock(descriptor)
+        yield Path(name)
+
+
+@contextlib.contextmanager
+def _opened(folder: Path) -> Iterator[int]:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def _measured(part: Part, verdicts: Iterator[Verdict]) -> Iterator[Verdict]:

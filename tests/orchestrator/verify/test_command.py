@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -51,6 +54,37 @@ def test_a_claim_that_an_error_prevents_from_being_measured_is_not_run() -> None
         ("damaged-artifact", "not run"),
     ]
     assert verdicts[1].found == "verify-failed: the reference ended"
+
+
+KILLED = """
+import os, signal
+from orchestrator.verify.verification import workspace
+with workspace() as folder:
+    (folder / "model").mkdir()
+    print(folder, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_folder_of_a_killed_verification_is_removed_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not that of a running one, nor what a link leads to."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    command, env = [sys.executable, "-c", KILLED], {**os.environ, "TMPDIR": str(tmp_path)}
+    killed = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=60)
+    left, other = Path(killed.stdout.strip()), tmp_path / "other"
+    assert (left / "model").is_dir()
+    (other / "model").mkdir(parents=True)
+    (tmp_path / f"{verification.WORKSPACE}link").symlink_to(other)
+    with verification.workspace() as first:
+        (first / "model").mkdir()
+        assert not left.exists()
+        with verification.workspace() as second:
+            assert (first / "model").is_dir()
+    assert not first.exists()
+    assert not second.exists()
+    assert (other / "model").is_dir()
 
 
 # -- The models of the spec
