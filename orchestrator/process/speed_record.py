@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import time
 from collections.abc import Iterable, Mapping
 from itertools import islice
@@ -109,7 +108,7 @@ class SpeedRecord:
             machines[machine] = MeasuredConstants(
                 hbm_gib=max(so_far.hbm_gib, own.get("hbm_gib", 0.0)),
                 host_gib=max(so_far.host_gib, own.get("host_gib", 0.0)),
-                read_bytes_s=min(so_far.read_bytes_s, own.get("read_bytes_s", math.inf)),
+                read_bytes_s=own.get("read_bytes_s", so_far.read_bytes_s),
             )
         return machines
 

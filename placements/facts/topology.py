@@ -19,7 +19,7 @@ class MeasuredConstants:
 
     hbm_gib: float = 0.0  # that a replica needs on each core beyond its estimate
     host_gib: float = 0.0  # of host memory, the same
-    read_bytes_s: float = math.inf  # at which the disk of the home is read
+    read_bytes_s: float | None = None  # at which the disk of the home is read
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -119,8 +118,8 @@ def speed(model: ModelSpec, checkpoint: Checkpoint | None, engine: Engine, topol
         estimated = replace(guess, prefill_error=1.0, source="a guess: prefills of models that generate")
     else:
         estimated = _on_neuron(model, checkpoint, engine, topology, width)
-    rate = math.inf if topology is None else topology.measured.read_bytes_s
-    if rate >= LOAD_BYTES_S:
+    rate = None if topology is None else topology.measured.read_bytes_s
+    if rate is None or rate >= LOAD_BYTES_S:
         return estimated
     load_s = estimated.load_s + checkpoint.parameters * width * (1 / rate - 1 / LOAD_BYTES_S)
     return replace(estimated, load_s=load_s, source=f"{estimated.source}; load at {rate / 1e9:.2f} GB/s, measured")
