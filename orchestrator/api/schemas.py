@@ -371,6 +371,14 @@ class ReplicaHostMemory(AdminAnswer, frozen=True, kw_only=True):
     compile_gib: float
 
 
+class MeasuredSurplus(AdminAnswer, frozen=True, kw_only=True):
+    """The memory that `corewright verify` measured beyond the estimates: ``usable_gib`` is without it, the host's
+    memory with it."""
+
+    hbm_gib: float
+    host_gib: float
+
+
 class MemoryAccount(AdminAnswer, frozen=True, kw_only=True):
     """The memory that a replica needs on one type of host."""
 
@@ -384,6 +392,7 @@ class MemoryAccount(AdminAnswer, frozen=True, kw_only=True):
     usable_gib: float
     hbm_gib: float
     host: ReplicaHostMemory
+    measured: MeasuredSurplus
 
 
 class SpeedRow(AdminAnswer, frozen=True, kw_only=True):

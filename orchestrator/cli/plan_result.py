@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,9 +14,8 @@ from orchestrator.cli.output import stdout, use_color
 from orchestrator.control.resolve.spec_file import SpecFile
 from orchestrator.process.failure import Failed
 from orchestrator.process.home import Home
-from orchestrator.process.speed_record import SpeedRecord
+from orchestrator.process.speed_record import record_of
 from orchestrator.process.text_table import columns, three_digits
-from orchestrator.process.version import corewright_version
 from placements.explain.core_map import core_map, host_names
 from placements.facts.core_range import CoreRange
 from placements.facts.plural import counted
@@ -105,7 +103,7 @@ def plan_changes(data: dict[str, Any]) -> bool:
 
 def speeds_of_home() -> tuple[MeasuredSpeed, ...]:
     """Returns the speeds that earlier fleets and `corewright verify` have measured in this home."""
-    return SpeedRecord(Home.from_environment().speeds, corewright_version(), time.time()).measured()
+    return record_of(Home.from_environment()).measured()
 
 
 def _without_fleet(file: SpecFile, brief: bool, measured: Sequence[MeasuredSpeed] = ()) -> PlanResult:
@@ -369,7 +367,20 @@ def _memory(needs: Sequence[Mapping[str, Any]]) -> str:
         )
     header = ["MODEL", *(["INSTANCE"] if several else []), *(_SHORT.get(name, name.upper()) for name in names)]
     title = "Memory, GiB on the fullest core of a replica (HOST: of the host, to load it)"
-    return f"{title}\n" + columns([*header, "TOTAL", "USABLE", "HOST"], rows)
+    return f"{title}\n" + columns([*header, "TOTAL", "USABLE", "HOST"], rows) + _measured(needs)
+
+
+def _measured(needs: Sequence[Mapping[str, Any]]) -> str:
+    """Returns a line for each type whose replicas were measured to need more than estimated."""
+    each: dict[str, tuple[float, float]] = {}
+    for need in needs:
+        surplus = need["measured"]["hbm_gib"], need["measured"]["host_gib"]
+        each[_type(need)] = max(each.get(_type(need), surplus), surplus)
+    return "".join(
+        f"\nmeasured on {name}: {hbm:.2f} GiB on each core beyond the estimate (not in USABLE), {host:.2f} of the host"
+        for name, (hbm, host) in each.items()
+        if hbm or host
+    )
 
 
 def _speeds(speeds: Sequence[Mapping[str, Any]]) -> str:

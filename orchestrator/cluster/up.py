@@ -438,7 +438,7 @@ class Up:
         for line in survey.survey(spec.hosts, nodes, greetings, own_greeting(), taken, spec.elastic):
             self._report(line)
         cpus = tuple(range(min((node.cpus for node in hosts), default=os.cpu_count() or 1)))
-        self._machine = Machine(cpus, joined=True)
+        self._machine = Machine(cpus, joined=True, measured=self._machine.measured)
         gateway, places_on, labels = self._options.gateway, self._options.gateways_on, {node.label for node in hosts}
         machines = [node.machine(node.label if node.label in labels else None) for node in nodes if node.alive]
         self._record = msgspec.structs.replace(self._record, url=client_url(gateway, places_on, machines))

@@ -1,9 +1,11 @@
-"""The file of measured speeds in a home: times of requests by shape and day, of fleets and of `corewright verify`."""
+"""The file of measurements in a home, of fleets and of `corewright verify`: times of requests by shape and day, and
+constants of the machine."""
 
 from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Iterable, Mapping
 from itertools import islice
 from pathlib import Path
@@ -11,6 +13,9 @@ from typing import Any
 
 import msgspec
 
+from orchestrator.process.home import Home
+from orchestrator.process.version import corewright_version
+from placements.facts.topology import MeasuredConstants
 from placements.resources.calibration import MeasuredSpeed
 from placements.resources.measured_times import Times, merge, speeds_of
 from workers.host import private_file
@@ -23,12 +28,13 @@ DAY_S = 86400
 
 
 class SpeedEntry(msgspec.Struct, frozen=True):
-    """The times of one day's requests on replicas of one shape, under one version of corewright."""
+    """The times of one day's requests on replicas of one shape, under one version of corewright, or constants."""
 
     software: str
     day: int  # since 1970, UTC
     shape: str  # of `measured_shape`, as JSON with sorted keys
     times: Times
+    constants: dict[str, float] = {}  # fields of `MeasuredConstants`; their shape is a machine and an engine
 
     @property
     def key(self) -> tuple[int, str, str]:
@@ -40,11 +46,12 @@ _decoder = msgspec.json.Decoder(list[SpeedEntry])
 
 def merged(entries: Iterable[SpeedEntry]) -> dict[tuple[int, str, str], SpeedEntry]:
     """Returns the sum of the entries by key, in whatever order they come: of the newest KEPT_DAYS days, the newest
-    MOST_ENTRIES."""
+    MOST_ENTRIES. Of constants the last ones of a day stay."""
     every: dict[tuple[int, str, str], SpeedEntry] = {}
     for entry in entries:
-        own = every.setdefault(entry.key, msgspec.structs.replace(entry, times={}))
+        own = every.setdefault(entry.key, msgspec.structs.replace(entry, times={}, constants={}))
         merge(own.times, entry.times)
+        own.constants.update(entry.constants)
     oldest = max((day for day, _, _ in every), default=0) - KEPT_DAYS
     kept = (key for key in sorted(every, reverse=True) if key[0] > oldest)
     return {key: every[key] for key in islice(kept, MOST_ENTRIES)}
@@ -80,6 +87,31 @@ class SpeedRecord:
             self._entries = merged([*self._entries.values(), entry])
         self.changed = True
 
+    def add_constants(self, machine: str, engine: str, constants: Mapping[str, float], now: float) -> None:
+        """Adds what was measured with an engine on a `Host.machine`, in place of earlier values of the day."""
+        shape = json.dumps({"machine": machine, "engine": engine}, sort_keys=True)
+        entry = SpeedEntry(self._software, int(now // DAY_S), shape, {}, dict(constants))
+        self._entries = merged([*self._entries.values(), entry])
+        self.changed = True
+
+    def constants(self) -> dict[str, MeasuredConstants]:
+        """Returns the constants under this version of corewright by machine: the newest of each engine, and of all
+        engines the worst."""
+        newest: dict[str, dict[str, float]] = {}
+        for entry in sorted(self._entries.values(), key=lambda entry: entry.day):
+            if entry.constants and entry.software == self._software:
+                newest.setdefault(entry.shape, {}).update(entry.constants)
+        machines: dict[str, MeasuredConstants] = {}
+        for shape, own in newest.items():
+            machine = json.loads(shape)["machine"]
+            so_far = machines.get(machine, MeasuredConstants())
+            machines[machine] = MeasuredConstants(
+                hbm_gib=max(so_far.hbm_gib, own.get("hbm_gib", 0.0)),
+                host_gib=max(so_far.host_gib, own.get("host_gib", 0.0)),
+                read_bytes_s=own.get("read_bytes_s", so_far.read_bytes_s),
+            )
+        return machines
+
     def measured(self) -> tuple[MeasuredSpeed, ...]:
         """Returns the speeds under this version of corewright, by shape."""
         shapes: dict[str, Times] = {}
@@ -100,3 +132,8 @@ class SpeedRecord:
             private_file.replace(self._path, content)
         except OSError as error:
             log.warning("%s cannot be written: %s", self._path, error)
+
+
+def record_of(home: Home) -> SpeedRecord:
+    """Returns the record of a home, under this version of corewright."""
+    return SpeedRecord(home.speeds, corewright_version(), time.time())

@@ -60,8 +60,11 @@ WEIGHTS = (".safetensors", ".bin")  # shards of cores, which no engine checks
 # Facts
 
 
-def facts(problems: Sequence[Problem], readings: HostFacts, host: Host, folder: Path) -> Iterator[Verdict]:
-    """Judges what `doctor` reads about this machine, its limits, and the rate of the disk of ``folder``."""
+def facts(
+    problems: Sequence[Problem], readings: HostFacts, host: Host, folder: Path, record: SpeedRecord
+) -> Iterator[Verdict]:
+    """Judges what `doctor` reads about this machine, its limits, and the rate of the disk of ``folder``, which it
+    records for later plans."""
     errors = [problem for problem in problems if problem.severity == "error"]
     found = "; ".join(f"{problem.id}: {problem.what}" for problem in problems) or "no problems"
     yield proved("doctor", not errors, found)
@@ -82,6 +85,7 @@ def facts(problems: Sequence[Problem], readings: HostFacts, host: Host, folder: 
     unlimited = files == resource.RLIM_INFINITY
     yield proved("open-files", unlimited or files >= MIN_OPEN_FILES, f"the hard limit is {files}", limit=files)
     rate = read_rate(folder)
+    record.add_constants(host.machine, "", {"read_bytes_s": round(rate)}, time.time())
     found = f"{rate / 1e9:.2f} GB/s, `plan` assumes {LOAD_BYTES_S / 1e9:.2f}"
     yield proved("disk-rate", rate >= LOAD_BYTES_S, found, bytes_s=round(rate))
 
@@ -260,8 +264,9 @@ def faults(stand: Stand) -> Iterator[Verdict]:
 # Memory
 
 
-def memory(stand: Stand) -> Iterator[Verdict]:
-    """Compares the memory of a replica with its estimate: on the host, and on the device by neuron-monitor."""
+def memory(stand: Stand, record: SpeedRecord) -> Iterator[Verdict]:
+    """Compares the memory of a replica with its estimate: on the host, and on the device by neuron-monitor. Records by
+    how much it is exceeded, for later plans."""
     used = Counter[str]()  # bytes by class on all cores
 
     def read(pid: int) -> None:
@@ -276,6 +281,8 @@ def memory(stand: Stand) -> Iterator[Verdict]:
         yield proved("host-estimate", False, run.trouble or "its checkpoint cannot be read")
         return
     model, engine, allowed = placed.model, placed.config.model.engine, placed.needs_gib
+    surplus = {"host_gib": round(max(0.0, run.peak_gib - allowed), 3)}
+    record.add_constants(placed.host.machine, engine, surplus, time.time())
     found = f"{run.peak_gib:.2f} GiB, `plan` estimates {allowed:.2f}"
     yield proved("host-estimate", run.peak_gib <= allowed, found, gib=round(run.peak_gib, 3))
     if not used.total():
@@ -285,6 +292,8 @@ def memory(stand: Stand) -> Iterator[Verdict]:
     planned = need.total + need.others * (model.tp_degree - 1)
     measured = used.total() / GIB
     overhead = (measured - (planned - model.tp_degree * (need.scratch + need.runtime))) / model.tp_degree
+    surplus = {"hbm_gib": round(max(0.0, measured - planned) / model.tp_degree, 3)}
+    record.add_constants(placed.host.machine, engine, surplus, time.time())
     found = f"{measured:.2f} GiB on all cores, estimated {planned:.2f}; hbm_overhead_gib: {max(0.0, overhead):.2f}"
     classes = {name: round(size / GIB, 4) for name, size in sorted(used.items())}
     gib, overhead_gib, holds = round(measured, 3), round(overhead, 3), measured <= planned

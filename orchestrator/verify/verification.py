@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -12,8 +15,7 @@ from pathlib import Path
 from orchestrator.control.resolve.spec_file import SpecFile, examine, start_problems, this_machine
 from orchestrator.process.failure import Failed
 from orchestrator.process.home import Home
-from orchestrator.process.speed_record import SpeedRecord
-from orchestrator.process.version import corewright_version
+from orchestrator.process.speed_record import SpeedRecord, record_of
 from orchestrator.verify import answers, parts
 from orchestrator.verify.claims import CLAIMS, Part, Verdict, not_run
 from orchestrator.verify.stand import Stand, busy_cores
@@ -23,9 +25,11 @@ from placements.facts.plural import counted
 from placements.facts.topology import Host
 from placements.resources.estimate import HOST_LOAD_S, LOAD_S
 from placements.spec.problems import Problem
+from workers.host import file_lock
 from workers.host.facts.machine import HostFacts
 from workers.host.host_facts import devices
 
+WORKSPACE = "corewright-verify-"  # begins the names of the temporary folders
 COMPILE_S = 60.0
 """For one tiny model on Neuron, a guess: a Mistral-7B took 3.4 minutes on SDK 2.24 (helixml/helix#2728)."""
 STARTS: Mapping[Part, int] = {"engines": 4, "compiler": 4, "memory": 1, "faults": 1, "pinning": 2, "runtime": 8}
@@ -120,14 +124,28 @@ def verify(
     records: bool,
     say: Callable[[str], None],
 ) -> Iterator[Verdict]:
-    """Yields the verdicts of the chosen parts, in their order. ``records``: the measured speeds go into the home's file
-    of speeds, which no fleet may be writing. Raises Failed."""
+    """Yields the verdicts of the chosen parts, in their order. ``records``: what plans read goes into the home's file
+    of measurements, which no fleet may be writing. Raises Failed."""
+    record = record_of(home)
+    for verdict in _verdicts(machine, extent, chosen, home, record, say):
+        yield verdict
+        if records and record.changed:
+            record.write(record.content(time.time()))
+
+
+def _verdicts(
+    machine: VerifiedMachine,
+    extent: Extent,
+    chosen: Collection[Part],
+    home: Home,
+    record: SpeedRecord,
+    say: Callable[[str], None],
+) -> Iterator[Verdict]:
     trials = trials_of(machine, extent, chosen)
     hosts, engines = settings_of(None if machine.file is None else machine.file.text, bool(devices()), machine.host)
-    with tempfile.TemporaryDirectory(prefix="corewright-verify-") as name:
-        folder = Path(name)
+    with workspace() as folder:
         if "facts" in chosen:
-            yield from _measured("facts", parts.facts(machine.problems, machine.facts, machine.host, home.path))
+            yield from _measured("facts", parts.facts(machine.problems, machine.facts, machine.host, home.path, record))
         if not trials:
             missing = [claim for claim in CLAIMS.values() if claim.part in chosen and claim.part != "facts"]
             held = ", ".join(f"{core} by {owner}" for core, owner in machine.busy.items())
@@ -139,15 +157,38 @@ def verify(
             "runtime": lambda: parts.runtime(stand, extent),
             "engines": lambda: answers.engines(stand, extent),
             "compiler": lambda: parts.compiler(stand),
-            "memory": lambda: parts.memory(stand),
+            "memory": lambda: parts.memory(stand, record),
             "pinning": lambda: parts.pinning(stand, extent),
             "faults": lambda: parts.faults(stand),
-            "speeds": lambda: _speeds(machine, stand, home, records),
+            "speeds": lambda: _speeds(machine, stand, record),
         }
         for part, step in steps.items():
             if part in chosen:
                 say(f"verifying {part}")
                 yield from _measured(part, step())
+
+
+@contextlib.contextmanager
+def workspace() -> Iterator[Path]:
+    """Yields a temporary folder that this process has locked. Removes those of processes that were killed, whose locks
+    the kernel has released. An empty folder stays: it may be about to be locked."""
+    for left in Path(tempfile.gettempdir()).glob(f"{WORKSPACE}*"):
+        with contextlib.suppress(OSError), _opened(left) as descriptor:
+            own = os.fstat(descriptor).st_uid == os.getuid()
+            if own and file_lock.try_lock(descriptor) and any(left.iterdir()):
+                shutil.rmtree(left)
+    with tempfile.TemporaryDirectory(prefix=WORKSPACE) as name, _opened(Path(name)) as descriptor:
+        file_lock.lock(descriptor)
+        yield Path(name)
+
+
+@contextlib.contextmanager
+def _opened(folder: Path) -> Iterator[int]:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def _measured(part: Part, verdicts: Iterator[Verdict]) -> Iterator[Verdict]:
@@ -161,12 +202,8 @@ def _measured(part: Part, verdicts: Iterator[Verdict]) -> Iterator[Verdict]:
         yield from (not_run(claim, str(error)) for claim in CLAIMS if claim in claims)
 
 
-def _speeds(machine: VerifiedMachine, stand: Stand, home: Home, records: bool) -> Iterator[Verdict]:
+def _speeds(machine: VerifiedMachine, stand: Stand, record: SpeedRecord) -> Iterator[Verdict]:
     if machine.file is None:
         yield not_run("speeds", "there is no spec: corewright verify SPEC")
         return
-    now = time.time()
-    record = SpeedRecord(home.speeds, corewright_version(), now)
-    yield from parts.speeds(stand, machine.file, record, now)
-    if records and record.changed:
-        record.write(record.content(now))
+    yield from parts.speeds(stand, machine.file, record, time.time())

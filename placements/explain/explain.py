@@ -275,7 +275,7 @@ class _Facts:
             model, checkpoint, resolve(model.engine, host, model.kind), self.question.drafts.get(model.name)
         )
         on_cores = need.on_cores(model.tp_degree)
-        return f"{_instance(host)}: {need} {on_cores}; each core has {usable_hbm(topology):.2f} GiB usable"
+        return f"{_instance(host)}: {need} {on_cores}; each core has {usable_hbm(topology, need):.2f} GiB usable"
 
     def _room(self) -> Constraint | None:
         """The shortage of cores that remains if all other demands are ignored; None if there is none."""
@@ -375,7 +375,7 @@ class _Facts:
             if suited:  # a fleet is either real or emulated, so all hosts have the same engine
                 need = estimate(model, checkpoint, resolve(model.engine, suited[0], model.kind), draft)
                 where = dict.fromkeys(
-                    f"of {usable_hbm(host.topology):.2f} {need.on_cores(tp)} of {_kind(host)}"
+                    f"of {usable_hbm(host.topology, need):.2f} {need.on_cores(tp)} of {_kind(host)}"
                     for host in suited
                     if host.topology
                 )

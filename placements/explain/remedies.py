@@ -202,7 +202,7 @@ class _RemedySearch:
         if checkpoint is not None and host is not None and host.topology is not None and own[0].cores is not None:
             need = estimate(model, checkpoint, resolve(model.engine, host, model.kind), question.drafts.get(model.name))
             on_cores = need.on_cores(model.tp_degree)
-            parts.append(f"{need.total:.2f} of {usable_hbm(host.topology):.2f} GiB {on_cores}")
+            parts.append(f"{need.total:.2f} of {usable_hbm(host.topology, need):.2f} GiB {on_cores}")
         return "; ".join(parts)
 
     def _changed(self, trial: Trial, id: str, change: str, **fields: object) -> Trial:
@@ -347,8 +347,9 @@ class _RemedySearch:
         engine = resolve(model.engine, host, model.kind)
         if host.topology is not None and not fits(estimate(model, checkpoint, engine, draft), host.topology):
             return False
-        release = self._question.spec.vllm_release_on(host)
-        return host.memory_gib is None or host_memory(model, checkpoint, engine, draft, release).load <= host.memory_gib
+        release, surplus_gib = self._question.spec.vllm_release_on(host), host.measured.host_gib
+        need = host_memory(model, checkpoint, engine, draft, release, surplus_gib)
+        return host.memory_gib is None or need.load <= host.memory_gib
 
     def _memory_short(self, model: ModelSpec) -> list[Host]:
         """Returns one host of each type with too little memory for the model, the largest HBM first."""

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
 from placements.facts.cpu_layout import LAYOUTS, CpuLayout, PhysicalCore, cpus_of_neuron_cores
 
 Link = Literal["none", "line", "ring", "torus", "switch"]
+
+
+@dataclass(frozen=True)
+class MeasuredConstants:
+    """What `corewright verify` has measured on machines of a type, as far as it is worse than what plans assume."""
+
+    hbm_gib: float = 0.0  # that a replica needs on each core beyond its estimate
+    host_gib: float = 0.0  # of host memory, the same
+    read_bytes_s: float | None = None  # at which the disk of the home is read
 
 
 @dataclass(frozen=True)
@@ -27,6 +36,7 @@ class Topology:
     link: Link  # topology of the links between devices; a torus is 4 x 4
     lnc: int | None = None  # physical cores in one logical core; None: not configurable
     note: str = ""  # uncertainty of these facts
+    measured: MeasuredConstants = field(default=MeasuredConstants(), compare=False)
 
     @property
     def cores(self) -> int:
@@ -172,6 +182,19 @@ class Host:
     layout: CpuLayout | None = None  # as observed on the machine; None: unknown
 
     @property
+    def machine(self) -> str:
+        """The kind of machine that measurements apply to. Emulated hosts have kinds of their own, so that what is
+        measured there never corrects an estimate for a real instance type."""
+        if self.topology is None:
+            return "CPU"
+        return f"emulated {self.topology.instance}" if self.emulated else self.topology.instance
+
+    @property
+    def measured(self) -> MeasuredConstants:
+        """What was measured on machines of this kind."""
+        return MeasuredConstants() if self.topology is None else self.topology.measured
+
+    @property
     def cores(self) -> int:
         """The number of NeuronCores, reserved ones included; 0 on a plain CPU host."""
         return self.topology.cores if self.topology else 0
@@ -209,3 +232,4 @@ class Machine:
     joined: bool = False  # a Ray cluster was joined: each host is a machine of its own, emulated ones with these CPUs
     devices: tuple[int, ...] | None = None  # n of its /dev/neuron<n>, which a container may have some of; None: all
     layout: CpuLayout | None = None  # of all its CPUs; None: unknown
+    measured: Mapping[str, MeasuredConstants] = field(default_factory=dict)  # by `Host.machine`

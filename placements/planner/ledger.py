@@ -14,7 +14,7 @@ from placements.planner.plan import Plan
 from placements.planner.replica_demand import suits
 from placements.resources.environ import arithmetic, threads
 from placements.resources.host_memory import HostMemory, host_memory
-from placements.resources.memory import MemoryEstimate, estimate, usable_hbm
+from placements.resources.memory import MemoryEstimate, estimate, measured_surplus, usable_hbm
 from placements.spec.schema import ModelSpec, Spec
 
 
@@ -87,12 +87,16 @@ class ModelMemory:
             "classes": [{"class": name, "gib": round(size, 3)} for name, size in self.core.classes()],
             "total_gib": round(self.core.total, 3),
             "others_gib": round(self.core.others, 3),
-            "usable_gib": round(usable_hbm(self.topology), 3),
+            "usable_gib": round(usable_hbm(self.topology, self.core), 3),
             "hbm_gib": self.topology.hbm_per_core_gib,
             "host": {
                 "load_gib": round(self.host.load, 3),
                 "serving_gib": round(self.host.serving, 3),
                 "compile_gib": round(self.host.compile, 3),
+            },
+            "measured": {
+                "hbm_gib": measured_surplus(self.topology, self.core),
+                "host_gib": self.topology.measured.host_gib,
             },
         }
 
@@ -160,6 +164,6 @@ def _needs(
                 continue
             engine = resolve(model.engine, host, model.kind)
             need = estimate(model, checkpoint, engine, draft)
-            memory = host_memory(model, checkpoint, engine, draft, spec.vllm_release_on(host))
+            memory = host_memory(model, checkpoint, engine, draft, spec.vllm_release_on(host), host.measured.host_gib)
             needs[model.name, topology] = ModelMemory(model.name, engine, topology, need, memory)
     return needs

@@ -98,6 +98,5 @@ def _host_memory(spec: Spec, model: ModelSpec, host: Host, checkpoint: Checkpoin
         return model.host_memory_gib
     if checkpoint is None:
         return 0.0
-    return host_memory(
-        model, checkpoint, resolve(model.engine, host, model.kind), release=spec.vllm_release_on(host)
-    ).load
+    engine, release = resolve(model.engine, host, model.kind), spec.vllm_release_on(host)
+    return host_memory(model, checkpoint, engine, release=release, surplus_gib=host.measured.host_gib).load

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from placements.facts.cpu_layout import CpuLayout
 from placements.facts.topology import TOPOLOGIES, Host, Machine, Topology
@@ -23,9 +23,10 @@ def hosts_for(spec: Spec, machine: Machine) -> tuple[Host, ...]:
 
     ``instance``: the topology of the type, independent of this machine, unless this is a machine of the type: then with
     the CPUs that this process may use. ``emulate``: the topology's cores with this machine's CPUs, divided among the
-    emulated hosts on this machine by physical core. Without ``hosts``: this machine if its type is
-    known, with the cores of its devices, else one emulated inf2.48xlarge. An entry with ``max`` has that many hosts,
-    whether their machines exist or not. Returns () if the spec's ``hosts`` could not be read.
+    emulated hosts on this machine by physical core. Both have what was measured on such machines. Without ``hosts``:
+    this machine if its type is known, with the cores of its devices, else one emulated inf2.48xlarge. An entry with
+    ``max`` has that many hosts, whether their machines exist or not. Returns () if the spec's ``hosts`` could not be
+    read.
     """
     if "hosts" in spec.broken:
         return ()
@@ -51,7 +52,14 @@ def hosts_for(spec: Spec, machine: Machine) -> tuple[Host, ...]:
                     share = share[at * len(share) // emulated : (at + 1) * len(share) // emulated]
                 at += 1
                 hosts.append(host_for(host_name, wish, tuple(sorted(share or cpus)), layout))
-    return tuple(hosts)
+    return tuple(_with_measured(host, machine) for host in hosts)
+
+
+def _with_measured(host: Host, machine: Machine) -> Host:
+    measured = machine.measured.get(host.machine)
+    if measured is None or host.topology is None:
+        return host
+    return replace(host, topology=replace(host.topology, measured=measured))
 
 
 def prices(spec: Spec, hosts: Sequence[Host]) -> dict[str, float]:

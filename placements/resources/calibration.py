@@ -23,11 +23,11 @@ Shape = Mapping[str, Any]
 def shape_of(model: ModelSpec, checkpoint: Checkpoint | None, engine: Engine, hosts: Sequence[Host]) -> dict[str, Any]:
     """Returns the shape of a model's replicas as JSON values; ``engine`` is the resolved engine.
 
-    Emulated hosts have a machine of their own, so that what is measured there never corrects an estimate for a real
-    instance type, and neither does a fleet of several types. A model without a readable checkpoint has no ``weights``.
+    What is measured on emulated hosts, or by a fleet of several types, never corrects an estimate for a real instance
+    type. A model without a readable checkpoint has no ``weights``.
     """
     return {
-        "machine": " and ".join(sorted({_machine(host) for host in hosts})),
+        "machine": " and ".join(sorted({host.machine for host in hosts})),
         "engine": engine,
         "weights": None if checkpoint is None else _weights(checkpoint),
         "tp_degree": model.tp_degree,
@@ -47,12 +47,6 @@ def difference(measured: Shape, wanted: Shape) -> str:
         if name not in measured or measured[name] != value:
             return f"{name} {_text(measured.get(name))} instead of {_text(value)}"
     return ""
-
-
-def _machine(host: Host) -> str:
-    if host.topology is None:
-        return "CPU"
-    return f"emulated {host.topology.instance}" if host.emulated else host.topology.instance
 
 
 def _weights(checkpoint: Checkpoint) -> str:

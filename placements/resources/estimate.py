@@ -112,11 +112,17 @@ def speed(model: ModelSpec, checkpoint: Checkpoint | None, engine: Engine, topol
         return _unknown(model)
     width = BYTES[model.dtype_on(engine)]
     if engine in HOST_ENGINES or topology is None:
-        return _on_cpu(checkpoint, width)
-    if model.kind != "generate":
+        estimated = _on_cpu(checkpoint, width)
+    elif model.kind != "generate":
         guess = _on_neuron(model, checkpoint, engine, topology, width)
-        return replace(guess, prefill_error=1.0, source="a guess: prefills of models that generate")
-    return _on_neuron(model, checkpoint, engine, topology, width)
+        estimated = replace(guess, prefill_error=1.0, source="a guess: prefills of models that generate")
+    else:
+        estimated = _on_neuron(model, checkpoint, engine, topology, width)
+    rate = None if topology is None else topology.measured.read_bytes_s
+    if rate is None or rate >= LOAD_BYTES_S:
+        return estimated
+    load_s = estimated.load_s + checkpoint.parameters * width * (1 / rate - 1 / LOAD_BYTES_S)
+    return replace(estimated, load_s=load_s, source=f"{estimated.source}; load at {rate / 1e9:.2f} GB/s, measured")
 
 
 def step_bytes(model: ModelSpec, checkpoint: Checkpoint, engine: Engine) -> tuple[float, float]:

@@ -30,8 +30,10 @@ def host_memory(
     engine: Engine | None = None,
     draft: Checkpoint | None = None,
     release: VllmNeuron | None = None,
+    surplus_gib: float = 0.0,
 ) -> HostMemory:
-    """Returns the host memory of a replica; ``engine`` as in `estimate`, ``release`` is that of vllm-neuron.
+    """Returns the host memory of a replica; ``engine`` as in `estimate`, ``release`` is that of vllm-neuron, and
+    ``surplus_gib`` was measured beyond the estimate.
 
     - Loading: the process and the whole checkpoint, in the dtype of its files or of serving, whichever is wider.
       transformers-neuronx reads safetensors layer by layer but other files at once, and config.json does not show the
@@ -49,7 +51,7 @@ def host_memory(
     held = tuple(each for each in (checkpoint, draft) if each is not None)
     replica = LoadedReplica(model, held, model.length(checkpoint), width, release)
     serving, loading = costs.host_gib(replica)
-    serving, loading = PROCESS_GIB + serving, PROCESS_GIB + loading
+    serving, loading = PROCESS_GIB + surplus_gib + serving, PROCESS_GIB + surplus_gib + loading
     if model.host_memory_gib is not None:
         loading = model.host_memory_gib
     compiling = costs.compile_gib(replica, compilers_at_once(model, checkpoint, engine))

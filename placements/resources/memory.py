@@ -104,14 +104,20 @@ class MemoryEstimate:
         return (("weights", self.weights), *(term for term in self.classes() if not term[0].startswith("weights,")))
 
 
-def usable_hbm(topology: Topology) -> float:
-    """Returns the GiB that a replica may fill on each core."""
-    return USABLE_HBM * topology.hbm_per_core_gib
+def measured_surplus(topology: Topology, need: MemoryEstimate) -> float:
+    """Returns the GiB on each core that replicas were measured to need beyond such estimates; 0 for an overhead that
+    the spec sets."""
+    return topology.measured.hbm_gib if need.scratch or need.runtime else 0.0
+
+
+def usable_hbm(topology: Topology, need: MemoryEstimate) -> float:
+    """Returns the GiB that a replica of this estimate may fill on each core."""
+    return max(0.0, USABLE_HBM * topology.hbm_per_core_gib - measured_surplus(topology, need))
 
 
 def fits(need: MemoryEstimate, topology: Topology) -> bool:
     """Returns whether a replica fits the cores of this instance type."""
-    return need.total <= usable_hbm(topology)
+    return need.total <= usable_hbm(topology, need)
 
 
 def padded_heads(checkpoint: Checkpoint, tp_degree: int) -> int:

@@ -9,7 +9,7 @@ from placements.engines.registry import capabilities
 from placements.facts.plural import counted, joined
 from placements.facts.topology import DEGREES, TOPOLOGIES, Topology, degree, doubt
 from placements.resources.host_memory import host_memory
-from placements.resources.memory import USABLE_HBM, MemoryEstimate, estimate, fits, usable_hbm
+from placements.resources.memory import USABLE_HBM, MemoryEstimate, estimate, fits, measured_surplus, usable_hbm
 from placements.rules.case import Case, Rule, has_tp, on_each
 from placements.spec.problems import Problem
 from placements.spec.schema import Buckets
@@ -75,9 +75,13 @@ def fits_memory(case: Case) -> Iterator[Problem]:
     if checkpoint is None or need is None or not types or any(fits(need, topology) for topology in types):
         return
     largest = max(types, key=lambda topology: topology.hbm_per_core_gib)
-    hbm, limit = largest.hbm_per_core_gib, usable_hbm(largest)
+    hbm, limit = largest.hbm_per_core_gib, usable_hbm(largest, need)
+    surplus = measured_surplus(largest, need)
+    less = f" - {surplus:g}, measured," if surplus else ""
     of = f" of {largest.instance}" if len(types) > 1 else ""
-    terms = f"{need} {need.on_cores(model.tp_degree)}, more than {USABLE_HBM} x {hbm} = {limit:.2f} GiB of HBM{of}"
+    terms = (
+        f"{need} {need.on_cores(model.tp_degree)}, more than {USABLE_HBM} x {hbm}{less} = {limit:.2f} GiB of HBM{of}"
+    )
     setting = f"tp_degree {model.tp_degree}, max_batch {model.max_batch}, max_len {model.length(checkpoint)}"
     fact = f"{model.name} does not fit into memory with {setting}, {model.dtype_on(case.engine)}: {terms}"
     ways = list(_ways_to_fit(case, types))
@@ -123,7 +127,8 @@ def _ways_to_fit(case: Case, types: Sequence[Topology]) -> Iterator[str]:
     for topology in TOPOLOGIES.values():
         served = not topology.note and capabilities(case.engine).runs_in(topology.family)
         if served and topology not in types and case.has_degree(topology) and fits(need, topology):
-            yield f"use a host of type {topology.instance}, whose cores have {usable_hbm(topology):.2f} GiB usable"
+            usable = f"{usable_hbm(topology, need):.2f} GiB usable"
+            yield f"use a host of type {topology.instance}, whose cores have {usable}"
             break
 
 
@@ -138,7 +143,8 @@ def fits_host_memory(case: Case) -> Iterator[Problem]:
     largest = max(hosts, key=lambda host: host.memory_gib or 0.0)
     estimated = None
     if checkpoint is not None:
-        estimated = host_memory(model, checkpoint, case.engine, case.draft, case.spec.vllm_release_on(largest))
+        release, surplus_gib = case.spec.vllm_release_on(largest), largest.measured.host_gib
+        estimated = host_memory(model, checkpoint, case.engine, case.draft, release, surplus_gib)
     if model.host_memory_gib is not None:
         need, path = model.host_memory_gib, "host_memory_gib"
     elif estimated is not None:

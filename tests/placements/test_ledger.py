@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from placements.facts.topology import MeasuredConstants
 from placements.planner.ledger import Ledger, ledger
 from placements.planner.plan import plan
 from placements.planner.spec_hosts import hosts_for
+from placements.resources.calibration import speed_rows
 from placements.resources.host_memory import host_memory
 from placements.resources.memory import estimate
 from placements.spec.schema import HostsSpec, Spec
@@ -46,6 +50,24 @@ def test_replicas_load_side_by_side() -> None:
     wish = spec(model("a", 8, replicas=2))
     (host,) = booked(wish).hosts
     assert host.load_gib == pytest.approx(2 * host_memory(wish.models[0], LLAMA_2_7B).load)
+
+
+def test_what_was_measured_on_such_machines_is_in_the_plan() -> None:
+    """The memory beyond the estimates, and the slow disk; on emulated ones it is another machine's."""
+    constants = MeasuredConstants(hbm_gib=0.5, host_gib=2.0, read_bytes_s=2e8)
+    for kind, surplus in (("inf2.48xlarge", 1), ("emulated inf2.48xlarge", 0)):
+        wish = spec(model("a", 8))
+        hosts = hosts_for(wish, replace(LAPTOP, measured={kind: constants}))
+        book = ledger(wish, hosts, plan(wish, hosts, {"a": LLAMA_2_7B}), {"a": LLAMA_2_7B})
+        (rows,) = book.as_dict()["memory"]
+        assert rows["measured"] == {"hbm_gib": 0.5 * surplus, "host_gib": 2.0 * surplus}
+        assert rows["usable_gib"] == pytest.approx(15.2 - 0.5 * surplus)
+        load_gib = host_memory(wish.models[0], LLAMA_2_7B).load + 2.0 * surplus
+        assert (rows["host"]["load_gib"], book.hosts[0].load_gib) == pytest.approx((load_gib, load_gib), abs=1e-3)
+        (speed,) = speed_rows(wish, hosts, {"a": LLAMA_2_7B})
+        weights_gb = LLAMA_2_7B.parameters * 2 / 1e9
+        assert speed["load_s"] == pytest.approx(30 + weights_gb * (5 if surplus else 1), abs=1e-2)
+        assert ("load at 0.20 GB/s, measured" in speed["source"]) == bool(surplus)
 
 
 def test_each_type_of_host_has_a_separate_row() -> None:

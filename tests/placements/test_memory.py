@@ -8,7 +8,7 @@ import pytest
 from placements.engines.memory import GIB
 from placements.engines.registry import Engine
 from placements.facts.checkpoints import Checkpoint
-from placements.facts.topology import TOPOLOGIES
+from placements.facts.topology import TOPOLOGIES, MeasuredConstants
 from placements.resources.memory import (
     COLLECTIVES_GIB,
     MemoryEstimate,
@@ -268,10 +268,19 @@ def test_a_draft_adds_its_weights_and_its_cache() -> None:
 
 def test_a_core_may_be_filled_to_95_percent() -> None:
     """Of 16 GiB on inf2, of 24 on trn2 and of 12 there with one physical core each."""
-    trn2 = TOPOLOGIES["trn2.48xlarge"]
-    assert [usable_hbm(topology) for topology in (TOPOLOGIES["inf2.xlarge"], trn2, trn2.at_lnc(1))] == pytest.approx(
+    inf2, trn2, need = TOPOLOGIES["inf2.xlarge"], TOPOLOGIES["trn2.48xlarge"], estimate(model("m", 8), LLAMA_31_8B)
+    assert [usable_hbm(topology, need) for topology in (inf2, trn2, trn2.at_lnc(1))] == pytest.approx(
         [15.2, 22.8, 11.4]
     )
+
+
+def test_a_measured_surplus_is_not_usable() -> None:
+    """Except for a model whose overhead the spec sets: its author has measured it."""
+    measured = replace(TOPOLOGIES["inf2.xlarge"], measured=MeasuredConstants(hbm_gib=0.5))
+    needs = [estimate(model("m", 8, hbm_overhead_gib=own), LLAMA_31_8B) for own in (None, 2.0)]
+    assert [usable_hbm(measured, need) for need in needs] == pytest.approx([14.7, 15.2])
+    full = replace(needs[0], kv=needs[0].kv + 15.0 - needs[0].total)
+    assert [fits(full, topology) for topology in (TOPOLOGIES["inf2.xlarge"], measured)] == [True, False]
 
 
 def test_half_the_memory_of_a_core_holds_half_as_much() -> None:

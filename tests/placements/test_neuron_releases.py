@@ -143,7 +143,8 @@ def test_the_table_agrees_with_the_facts_about_engines() -> None:
         ("nxd-inference", "0.8.16251", "inf2", None),
         ("nxd-inference", "0.10.18399", "inf2", None),  # in maintenance
         ("nxd-inference", "0.3.5591", "trn2", "0.3.5591 is too old: 0.4 and later are supported"),
-        ("vllm", "0.16.0", "trn1", "0.16.0 does not run on trn1"),
+        ("vllm", "0.16.0", "trn1", None),  # in maintenance, too
+        ("vllm", "0.21.0", "trn1", "0.21.0 does not run on trn1"),
         ("vllm", "0.24.0", "trn2", None),
         ("vllm", "0.33.0", "trn3", None),  # newer than all that are known
         ("vllm", "0.33.0", "inf2", "0.33.0 does not run on inf2"),
@@ -193,17 +194,23 @@ def test_images_get_no_updates_from_the_next_release_on() -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "machines", "maintained"),
+    ("engine", "version", "machines", "maintained"),
     [
-        ("0.8.16251", "inf2", False),
-        ("0.9.17334", "trn1", True),
-        ("0.10.18399", "inf2", True),
-        ("0.10.1", "trn2", False),
+        ("nxd-inference", "0.8.16251", "inf2", False),
+        ("nxd-inference", "0.9.17334", "trn1", True),
+        ("nxd-inference", "0.10.18399", "inf2", True),
+        ("nxd-inference", "0.10.1", "trn2", False),
+        ("vllm", "0.13.0", "inf2", False),
+        ("vllm", "0.16.0", "inf2", True),
+        ("vllm", "0.21.0", "inf2", False),  # does not run
+        ("vllm", "0.16.0", "trn2", False),
     ],
 )
-def test_nxd_inference_is_in_maintenance_on_older_machines(version: str, machines: str, maintained: bool) -> None:
-    """On these machines it gets critical fixes only."""
-    assert bool(ENGINES["nxd-inference"].maintenance(version, machines)) == maintained
+def test_nxd_inference_is_in_maintenance_on_older_machines(
+    engine: Engine, version: str, machines: str, maintained: bool
+) -> None:
+    """On these machines it gets critical fixes only, also below vLLM."""
+    assert bool(ENGINES[engine].maintenance(version, machines)) == maintained
 
 
 @pytest.mark.parametrize(

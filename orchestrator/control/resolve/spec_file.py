@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -13,7 +14,9 @@ from orchestrator.access.source_policy import SourcePolicy
 from orchestrator.control.resolve.checkpoint_reader import CheckpointFacts, is_hub_source, read_facts, source_parts
 from orchestrator.control.resolve.precompiled_checkpoint import precompiled_problems
 from orchestrator.process.failure import Failed
+from orchestrator.process.home import Home
 from orchestrator.process.spec_text import MAX_SPEC_BYTES, decoded, read_text
+from orchestrator.process.speed_record import record_of
 from placements.engines.registry import resolve
 from placements.facts.checkpoints import Checkpoint
 from placements.facts.topology import Host, Machine
@@ -57,9 +60,15 @@ class SpecFile:
 
 
 def this_machine() -> Machine:
-    """Returns the usable CPUs with their layout, and the instance type if there are Neuron devices."""
+    """Returns the usable CPUs with their layout, the instance type if there are Neuron devices, and what was measured
+    in this home."""
     cpus, instance = this_host.usable_cpus(), this_host.instance_type()
-    return Machine(cpus, instance, devices=this_host.devices() or None, layout=read_cpu_layout(instance))
+    measured = {}
+    with contextlib.suppress(Failed):  # a home that others can write to is not read
+        home = Home.from_environment()
+        measured = record_of(home).constants() if home.speeds.exists() else {}  # without the cost of the version
+    devices, layout = this_host.devices() or None, read_cpu_layout(instance)
+    return Machine(cpus, instance, devices=devices, layout=layout, measured=measured)
 
 
 def load(path: str, allowed: SourcePolicy = ANYTHING, *, folders: Folders = "load") -> SpecFile:

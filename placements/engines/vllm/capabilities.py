@@ -51,7 +51,9 @@ RELEASES: tuple[VllmNeuron, ...] = (
 """By AWS's release notes (nxd-inference.rst, containers.rst, vllm-user-guide-v1.rst), oldest first."""
 
 LAST_FOR: Mapping[str, str] = {"inf2": "0.4", "trn1": "0.4"}
-"""Machine family -> the last release of the plugin that runs there: NxD Inference 0.9 of SDK 2.29 requires trn2."""
+"""Machine family -> the last release of the plugin in AWS's release notes, which is planned by default. 0.5 runs there,
+too, on the NxD Inference that AWS maintains (`nxd_inference.capabilities`): AWS's page about vLLM with NxD Inference
+lists Inf2, Trn1 and Trn2 for it (neuron-inference-overview.html)."""
 
 
 LORA_SINCE: Version = (0, 13)
@@ -123,9 +125,16 @@ class VllmCapabilities(Capabilities):
             return None
         if not reaches(version, RELEASES[0].vllm):
             return f"{version} is of no supported release of vllm-neuron"
-        last = release_for(machines)
-        is_later = last != RELEASES[-1] and not reaches(last.vllm, series(version))
+        last = [release.vllm for release in RELEASES if machines not in LAST_FOR or release.back_end == "nxd"][-1]
+        is_later = machines in LAST_FOR and not reaches(last, series(version))
         return f"{version} does not run on {machines}" if is_later else None
+
+    def maintenance(self, version: str, machines: str) -> str:
+        """Returns text for a release after the last listed one, on an NxD Inference that gets critical fixes only."""
+        last = release_for(machines)
+        if machines not in LAST_FOR or self.unsupported(version, machines) or reaches(last.vllm, series(version)):
+            return ""
+        return f"is in maintenance on {machines}, where {last.vllm} is the last one in AWS's release notes"
 
     def compiles(self, options: Mapping[str, object], *, emulated: bool) -> bool:
         return not emulated  # on emulated hosts, its CPU back end compiles nothing

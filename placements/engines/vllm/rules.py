@@ -63,9 +63,9 @@ def plugin_runs_here(case: Case) -> Iterator[Problem]:
                 fact = f"vllm-neuron {release.plugin} does not run on {machine}: it requires trn2 or trn3"
                 yield case.problem("engine-unsupported-here", where, fact, hint)
             else:
-                fact = f"vllm-neuron {release.plugin} is for Neuron SDK {release.sdk}, which requires trn2; "
-                fact += f"the last release for {machine} is {last}"
-                yield case.problem("engine-unsupported-here", where, fact, hint, "warning")
+                fact = f"vllm-neuron {release.plugin} is in maintenance on {machine}, "
+                fact += f"where {last} is the last one in AWS's release notes"
+                yield case.problem("engine-in-maintenance", where, fact, hint, "warning")
 
 
 def objection_to_draft(case: Case) -> Objection | None:

@@ -34,6 +34,7 @@ from orchestrator.cli.main import application, run
 from orchestrator.cli.plan_result import model_lines
 from orchestrator.cluster.settings import SETTINGS, resolve
 from orchestrator.process.home import Home
+from orchestrator.process.speed_record import record_of
 from orchestrator.process.version import corewright_version
 from placements.spec.json_schema import json_schema
 from tests.fleet import until
@@ -193,6 +194,27 @@ def test_a_plan_names_the_models_that_may_be_without_a_replica(
     )
     assert run(["plan", str(path)]) == 2
     assert "no replicas until the first request (min: 0): hot, cold\n" in capsys.readouterr().out
+
+
+def test_plan_shows_what_was_measured_beyond_the_estimates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By `corewright verify`, on the type of machine."""
+    monkeypatch.setenv("COREWRIGHT_HOME", str(tmp_path / "home"))
+    record = record_of(Home.from_environment())
+    record.add_constants("inf2.48xlarge", "vllm", {"hbm_gib": 0.3, "host_gib": 1.25}, time.time())
+    (tmp_path / "home").mkdir()
+    record.write(record.content(time.time()))
+    tiny = Path(__file__).parents[3] / "placements/examples/models/tiny"
+    spec, again = tmp_path / "spec.yaml", tmp_path / "again.yaml"
+    text = f"hosts: {{instance: inf2.48xlarge}}\nmodels: {{m: {{source: {tiny}}}}}\n"
+    spec.write_text(text)
+    again.write_text(text.replace("inf2.48xlarge", "trn1.32xlarge"))
+    assert run(["plan", str(spec)]) == 2
+    shown = capsys.readouterr().out
+    assert "measured on inf2.48xlarge: 0.30 GiB on each core beyond the estimate (not in USABLE), 1.25 of" in shown
+    assert run(["plan", str(again)]) == 2
+    assert "measured" not in capsys.readouterr().out
 
 
 def test_a_plan_shows_its_resources(good: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -298,7 +298,7 @@ def test_an_engine_in_an_environment_of_the_image_works() -> None:
     ("packages", "engine", "reason"),
     [
         ({"neuronx-distributed-inference": "0.3.5591"}, "nxd-inference", "0.3.5591 is too old"),
-        ({"vllm": "0.16.0", "vllm-neuron": "0.5.0"}, "vllm", "0.16.0 does not run on inf2"),
+        ({"vllm": "0.21.0", "vllm-neuron": "0.21.0"}, "vllm", "0.21.0 does not run on inf2"),
         ({"torch-neuronx": "2.9.0.2.12.22436"}, "torch-neuronx", "has no neuronx-cc and no torch and no"),
         ({}, "transformers-neuronx", "the last image with it: SDK 2.25, Ubuntu 22.04"),
         ({}, "optimum-neuron", "not in AWS's images; see docs/engines.md"),

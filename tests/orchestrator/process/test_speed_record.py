@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.process.speed_record import DAY_S, KEPT_DAYS, MOST_ENTRIES, SpeedEntry, SpeedRecord, merged
+from placements.facts.topology import MeasuredConstants
 from placements.resources.measured_times import LEAST_REQUESTS, PACE, Times, length_class, note, speeds_of
 
 TIMES = st.dictionaries(
@@ -73,6 +74,21 @@ def test_a_record_is_read_back(tmp_path: Path) -> None:
     assert [(own.requests, own.shape) for own in again.measured()] == [(100, {"tp_degree": 2})]
     assert again.measured() == first.measured()
     assert later.measured() == ()
+
+
+def test_constants_are_the_newest_of_each_engine_and_the_worst_of_all(tmp_path: Path) -> None:
+    """By machine, and apart from speeds."""
+    path = tmp_path / "speeds.json"
+    first = SpeedRecord(path, "1.0", TODAY)
+    first.add_constants("inf2", "vllm", {"host_gib": 3.0, "hbm_gib": 0.25}, TODAY)
+    first.add_constants("inf2", "vllm", {"host_gib": 2.0}, TODAY + DAY_S)
+    first.add_constants("inf2", "nxd-inference", {"host_gib": 1.0, "hbm_gib": 0.5}, TODAY)
+    first.add_constants("inf2", "", {"read_bytes_s": 9e8}, TODAY)
+    first.add_constants("inf2", "", {"read_bytes_s": 2e8}, TODAY)
+    first.write(first.content(TODAY + DAY_S))
+    again = SpeedRecord(path, "1.0", TODAY + DAY_S)
+    assert again.constants() == {"inf2": MeasuredConstants(hbm_gib=0.5, host_gib=2.0, read_bytes_s=2e8)}
+    assert (again.measured(), SpeedRecord(path, "1.1", TODAY).constants()) == ((), {})
 
 
 def test_old_days_are_forgotten(tmp_path: Path) -> None:

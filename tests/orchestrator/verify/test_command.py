@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +14,7 @@ from typing import Any
 import pytest
 
 from orchestrator.cli import main as cli
-from orchestrator.control.resolve.spec_file import SpecFile, examine
+from orchestrator.control.resolve.spec_file import SpecFile, examine, this_machine
 from orchestrator.process.failure import Failed
 from orchestrator.process.speed_record import SpeedRecord
 from orchestrator.verify import parts, verification
@@ -25,15 +28,16 @@ from workers.serving.timed_answers import TimedAnswer
 def test_the_facts_of_the_machine_are_judged_without_models_on_the_disk_of_the_home(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """/tmp may be in memory, and making models needs torch."""
+    """/tmp may be in memory, and making models needs torch. Later commands read the rate."""
     read = []
     monkeypatch.setenv("COREWRIGHT_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(parts, "read_rate", lambda folder: read.append(folder) or 2e9)
+    monkeypatch.setattr(parts, "read_rate", lambda folder: read.append(folder) or 2e8)
     monkeypatch.setattr(verification, "Stand", None)
     cli.run(["verify", "--only", "facts", "-o", "json"])
     verdicts = json.loads(capsys.readouterr().out)["verdicts"]
     assert [each["claim"] for each in verdicts] == [claim.id for claim in CLAIMS.values() if claim.part == "facts"]
     assert read == [tmp_path / "home"]
+    assert [each.read_bytes_s for each in this_machine().measured.values()] == [2e8]
 
 
 def test_a_claim_that_an_error_prevents_from_being_measured_is_not_run() -> None:
@@ -50,6 +54,37 @@ def test_a_claim_that_an_error_prevents_from_being_measured_is_not_run() -> None
         ("damaged-artifact", "not run"),
     ]
     assert verdicts[1].found == "verify-failed: the reference ended"
+
+
+KILLED = """
+import os, signal
+from orchestrator.verify.verification import workspace
+with workspace() as folder:
+    (folder / "model").mkdir()
+    print(folder, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_folder_of_a_killed_verification_is_removed_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not that of a running one, nor what a link leads to."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    command, env = [sys.executable, "-c", KILLED], {**os.environ, "TMPDIR": str(tmp_path)}
+    killed = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=60)
+    left, other = Path(killed.stdout.strip()), tmp_path / "other"
+    assert (left / "model").is_dir()
+    (other / "model").mkdir(parents=True)
+    (tmp_path / f"{verification.WORKSPACE}link").symlink_to(other)
+    with verification.workspace() as first:
+        (first / "model").mkdir()
+        assert not left.exists()
+        with verification.workspace() as second:
+            assert (first / "model").is_dir()
+    assert not first.exists()
+    assert not second.exists()
+    assert (other / "model").is_dir()
 
 
 # -- The models of the spec

@@ -68,21 +68,23 @@ def test_a_machine_that_differs_from_its_type_is_refuted(tmp_path: Path, monkeyp
     monkeypatch.setattr(parts, "read_rate", lambda folder: 2e9)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
     monkeypatch.setattr(resource, "getrlimit", lambda name: (1024, 1_048_576))
-    real = replace(HOST, emulated=False)
-    assert refuted(parts.facts([], readings(6), real, tmp_path)) == []
+    real, record = replace(HOST, emulated=False), SpeedRecord(tmp_path / "speeds.json", "0.1.0", 0.0)
+    assert refuted(parts.facts([], readings(6), real, tmp_path, record)) == []
     problem = Problem("driver-missing", "error", "", "no driver", "load it")
-    assert refuted(parts.facts([problem], readings(5), real, tmp_path)) == ["doctor", "devices"]
+    assert refuted(parts.facts([problem], readings(5), real, tmp_path, record)) == ["doctor", "devices"]
     memory.total = 256 * 2**30
     monkeypatch.setattr(resource, "getrlimit", lambda name: (1024, 4096))
     monkeypatch.setattr(parts, "read_rate", lambda folder: 2e8)
-    assert refuted(parts.facts([], readings(6), real, tmp_path)) == ["host-memory", "open-files", "disk-rate"]
-    results = {verdict.claim: verdict.result for verdict in parts.facts([], readings(5), HOST, tmp_path)}
+    assert refuted(parts.facts([], readings(6), real, tmp_path, record)) == ["host-memory", "open-files", "disk-rate"]
+    assert record.constants()["inf2.24xlarge"].read_bytes_s == 2e8
+    results = {verdict.claim: verdict.result for verdict in parts.facts([], readings(5), HOST, tmp_path, record)}
     assert {results[claim] for claim in ("devices", "host-memory", "cpu-layout")} == {"not run"}
 
 
 def test_a_layout_of_cpus_that_aws_does_not_publish_is_refuted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "read_rate", lambda folder: 2e9)
     facts = msgspec.structs.replace(readings(12), instance_type="inf2.48xlarge")
+    record = SpeedRecord(tmp_path / "speeds.json", "0.1.0", 0.0)
     published = LAYOUTS["inf2.48xlarge"]
     for layout, result in (
         (published, "proved"),
@@ -90,7 +92,7 @@ def test_a_layout_of_cpus_that_aws_does_not_publish_is_refuted(tmp_path: Path, m
         (None, "not run"),
     ):
         host = Host("h/0", TOPOLOGIES["inf2.48xlarge"], tuple(range(192)), layout=layout)
-        results = {verdict.claim: verdict.result for verdict in parts.facts([], facts, host, tmp_path)}
+        results = {verdict.claim: verdict.result for verdict in parts.facts([], facts, host, tmp_path, record)}
         assert results["cpu-layout"] == result
 
 
@@ -203,11 +205,12 @@ def test_a_reference_that_cannot_be_computed_ends_with_its_last_lines(stand: Sta
 
 
 @pytest.mark.live
-def test_memory_beyond_the_estimate_is_refuted(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
-    verdicts = {verdict.claim: verdict.result for verdict in parts.memory(stand)}
+def test_memory_beyond_the_estimate_is_refuted(stand: Stand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = SpeedRecord(tmp_path / "speeds.json", "0.1.0", 0.0)
+    verdicts = {verdict.claim: verdict.result for verdict in parts.memory(stand, record)}
     assert verdicts == {"host-estimate": "proved", "hbm-estimate": "not run"}
     monkeypatch.setattr(Placed, "needs_gib", 0.01)
-    assert refuted(parts.memory(stand)) == ["host-estimate"]
+    assert refuted(parts.memory(stand, record)) == ["host-estimate"]
 
 
 @pytest.mark.live

@@ -139,16 +139,20 @@ def test_a_model_that_is_too_large_and_loaded_is_refuted(
 
 
 @pytest.mark.parametrize(("gib", "result"), [(0.5, "proved"), (40.0, "refuted")])
-def test_more_memory_of_a_device_than_planned_is_refuted(
-    stand: GivenStand, gib: float, result: str, monkeypatch: pytest.MonkeyPatch
+def test_more_memory_than_planned_is_refuted_and_recorded(
+    stand: GivenStand, gib: float, result: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    """Less is not: a tiny model does not fill what a large one needs."""
     uses = (CoreUse(core=0, memory={"constants": int(gib * 2**30)}),)
     facts = SimpleNamespace(runtimes=(Runtime(pid=os.getpid(), cores=uses),))
     monkeypatch.setattr(parts, "read_host_facts", lambda: facts)
-    stand.runs_given = [TrialRun(peak_gib=0.1)]
-    verdicts = {verdict.claim: verdict for verdict in parts.memory(stand)}
+    stand.runs_given = [TrialRun(peak_gib=gib)]
+    record = SpeedRecord(tmp_path / "speeds.json", "0.1.0", 0.0)
+    verdicts = {verdict.claim: verdict for verdict in parts.memory(stand, record)}
     assert verdicts["hbm-estimate"].result == result
     assert verdicts["hbm-estimate"].values["gib_by_class"] == {"constants": gib}
+    (constants,) = record.constants().values()
+    assert (constants.hbm_gib > 0, constants.host_gib > 0) == (result == "refuted",) * 2
 
 
 @pytest.mark.parametrize(("error", "result"), [(1e9, "proved"), (0.0, "refuted")])

@@ -105,6 +105,19 @@ def test_a_program_that_cannot_be_started_is_a_problem(tmp_path: Path) -> None:
     assert (run_tool([str(path)], 1.0).problem or "").startswith("neuron-ls: cannot be started: ")
 
 
+def test_neuron_monitor_ends_with_a_killed_reader(tmp_path: Path) -> None:
+    """It never exits by itself."""
+    folder = tool(
+        tmp_path, "neuron-monitor", f"echo $$ > {tmp_path}/part; mv {tmp_path}/part {tmp_path}/pid; exec sleep 600"
+    )
+    script = "import sys; from workers.host.facts.reading import read_neuron_monitor as r; r(600.0, sys.argv[1])"
+    with subprocess.Popen([sys.executable, "-c", script, folder]) as reader:
+        until((tmp_path / "pid").exists, 30.0, "neuron-monitor was started")
+        reader.kill()
+    pid = int((tmp_path / "pid").read_text())
+    until(lambda: host_facts.process_start(pid) is None, 10.0, "neuron-monitor has ended")
+
+
 def test_neuron_monitor_is_read_until_a_line_is_complete(tmp_path: Path) -> None:
     """The first line lacks a group. After the second, the tool is killed."""
     script = f'[ "$1" = -c ] && grep -q memory_used "$2" && cat {SAMPLES}/neuron-monitor-inf2.48xlarge.jsonl; sleep 600'

@@ -9,6 +9,7 @@ import selectors
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,11 @@ import msgspec
 
 NEURON_TOOLS = "/opt/aws/neuron/bin"  # where aws-neuronx-tools installs; not on every service's PATH
 MOST_OUTPUT = 16 * 1024 * 1024
+ENDS_WITH_PARENT = """import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
+if os.getppid() == int(sys.argv[1]):  # else it has ended before
+    os.execv(sys.argv[2], sys.argv[2:])
+"""
 LAST_WORDS_S = 0.2  # wait for standard error after standard output was closed; a child may keep it open
 
 
@@ -69,10 +75,12 @@ def run(
     OSError and ValueError if it cannot be started.
 
     Kills it with its children at the deadline. A process that hangs in the kernel survives that; it is left behind,
-    since waiting for it would block the caller, too.
+    since waiting for it would block the caller, too. A program with ``enough`` does not exit by itself, so the kernel
+    kills it when the calling thread ends; not by a ``preexec_fn``, which is unsafe in a process with threads.
     """
+    launcher = [] if enough is _never else [sys.executable, "-I", "-c", ENDS_WITH_PARENT, str(os.getpid())]
     process = subprocess.Popen(
-        argv,
+        [*launcher, *argv],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
