@@ -21,7 +21,7 @@ KINDS = {  # by kind of process: what Ray has imported there, what we import, an
     "replica": ("import ray", "import workers.serving.replica", MESSAGES | MODEL | {"uvloop"}),
     "cpu engine before it loads": ("", "import workers.engines.cpu.engine", MESSAGES | MODEL),
     "tokenizer": ("", "import workers.text.tokenizer_process", MESSAGES),
-    "gateway": ("", "import orchestrator.gateway.server", MESSAGES | {"httptools", "uvloop"}),
+    "gateway": ("", "import orchestrator.gateway.server", MESSAGES | {"httptools", "regex", "uvloop"}),
     "command line": (
         "import typer",
         "from orchestrator.cli.main import application; application('status')",

@@ -78,6 +78,10 @@ _shape_decoder = msgspec.json.Decoder(_Shape)
 REPLACEMENTS: Mapping[str, str] = MappingProxyType(
     {
         "format": 'response_format: {"type": "json_schema", ...} asks for a JSON schema',
+        **dict.fromkeys(
+            ("guided_whitespace_pattern", "structured_outputs.whitespace_pattern"),
+            "structured_outputs.grammar, with its own white space",
+        ),
         "max_new_tokens": "max_tokens",
         "do_sample": "temperature: 0 is greedy",
         "return_full_text": "echo, of /v1/completions",

@@ -218,13 +218,6 @@ REFUSALS: list[tuple[str, dict[str, Any], str | None, str, str]] = [
         "'x'",
     ),
     ("hermes", {"tools": [*TOOLS, TOOLS[0]]}, None, "tools", "'get_weather' is defined twice"),
-    (
-        "hermes",
-        {"tools": TOOLS, "response_format": {"type": "json_object"}},
-        None,
-        "response_format",
-        "tool_choice: none",
-    ),
     ("hermes", {"functions": [TOOLS[0]["function"]]}, "unsupported_parameter", "functions", "send tools"),
     ("hermes", {"function_call": "auto"}, "unsupported_parameter", "function_call", "send tool_choice"),
     ("hermes", {"chat_template": "{{ 1 }}"}, "unsupported_parameter", "chat_template", "templates are programs"),

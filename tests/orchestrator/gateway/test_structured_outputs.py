@@ -102,7 +102,7 @@ REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"grammar": "a" * 9000}}, "structured_outputs.grammar", "9000 characters exceed"),
     ({"guided_grammar": 'start: %json {"multipleOf": 999983}'}, "guided_grammar", "%json is not supported"),
     ({"guided_grammar": "start: A\nA: ~/(a{1,300}){1,300}/"}, "guided_grammar", "~ is not supported"),
-    ({"structured_outputs": {"whitespace_pattern": " "}}, "whitespace_pattern", "whitespace_pattern"),
+    ({"structured_outputs": {"whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern", "is not supported"),
     ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag", "structures"),
     (
         {"structured_outputs": {"structural_tag": json.dumps({**TAG, "triggers": ["<g"]})}},

@@ -99,7 +99,7 @@ def test_unknown_fields_of_very_many_objects_are_refused() -> None:
 IMAGINED = [
     *(
         ("ChatRequest", name)
-        for name in ("audio", "prediction", "web_search_options", "guided_json", "use_beam_search")
+        for name in ("audio", "prediction", "web_search_options", "guided_whitespace_pattern", "use_beam_search")
     ),
     *(("MessagesRequest", name) for name in ("container", "mcp_servers", "stop", "response_format")),
     *(("ResponsesRequest", name) for name in ("messages", "logprobs", "context_management", "max_tokens")),

@@ -33,14 +33,14 @@ def test_a_runner_does_what_its_engine_can(name: str) -> None:
     serves = engine.runs_on == "server"
     assert (runner.serve is not None) == serves
     assert (runner.generate is not None) == ("generate" in engine.kinds and not serves)
-    assert (runner.encode is not None) == any(kind != "generate" for kind in engine.kinds)
+    assert (runner.encode is not None) == (any(kind != "generate" for kind in engine.kinds) and not serves)
 
 
 def test_an_engine_is_not_opened_for_what_it_cannot_do() -> None:
     """The error names the engines that can."""
     with pytest.raises(EngineLoadError, match=r"torch-neuronx does not serve models of kind generate.*use cpu, echo"):
         open_engine(config("torch-neuronx"))
-    with pytest.raises(EngineLoadError, match=r"optimum-neuron does not serve.*use cpu, echo or torch-neuronx"):
+    with pytest.raises(EngineLoadError, match=r"optimum-neuron does not serve.*use cpu, echo, vllm or torch-neuronx"):
         open_encoder(config("optimum-neuron", kind="embedding"))
 
 
