@@ -53,9 +53,10 @@ def cpu_mask(host: Host, cores: CoreRange | None, count: int) -> tuple[int, ...]
     """Returns the CPUs of the replica on ``cores`` with ``count`` threads, ascending; () if it is not bound.
 
     With P physical cores and C NeuronCores, the range a-b gets the physical cores floor(a*P/C) to floor((b+1)*P/C) - 1
-    of the host's order, so that disjoint ranges share no physical core. The replica is not bound if its share is less
-    than one physical core, if it has more threads than its share has CPUs, or if the layout of a real host is unknown:
-    the CPUs could be far from the devices.
+    of the host's order, so that disjoint ranges share no physical core. With more threads than these have CPUs, it gets
+    all CPUs of the NUMA nodes of its devices, which it shares with others. The replica is not bound if its share is
+    less than one physical core, if these nodes have fewer CPUs than it has threads, or if the layout of a real host is
+    unknown: the CPUs could be far from the devices.
     """
     if cores is None or not host.cores or (host.cpu_layout is None and not host.emulated):
         return ()
@@ -64,7 +65,19 @@ def cpu_mask(host: Host, cores: CoreRange | None, count: int) -> tuple[int, ...]
         return ()
     start, stop = cores.first * len(physical) // host.cores, (cores.last + 1) * len(physical) // host.cores
     mask = tuple(sorted(cpu for core in physical[start:stop] for cpu in core))
-    return mask if count <= len(mask) else ()
+    return mask if count <= len(mask) else _node_mask(host, cores, count)
+
+
+def _node_mask(host: Host, cores: CoreRange, count: int) -> tuple[int, ...]:
+    """Returns the CPUs of replicas on the NUMA nodes of the devices; () if they are fewer than ``count``, or all."""
+    layout = host.cpu_layout
+    if layout is None or host.topology is None:
+        return ()
+    devices = {core // host.topology.cores_per_device for core in range(cores.first, cores.last + 1)}
+    nodes = {layout.device_nodes[device] if device < len(layout.device_nodes) else None for device in devices}
+    of_nodes = {cpu for core, node in zip(layout.cores, layout.nodes, strict=True) if node in nodes for cpu in core}
+    mask = tuple(sorted(of_nodes.intersection(host.usable_cpus)))
+    return mask if None not in nodes and count <= len(mask) < len(host.usable_cpus) else ()
 
 
 def environment(

@@ -59,9 +59,11 @@ def physical(host: Host, cpus: tuple[int, ...]) -> set[int]:
 @quick
 @given(specs(), machines())
 def test_two_replicas_share_no_physical_core(spec: Spec, machine: Machine) -> None:
-    """This also holds if the process may not use some siblings, and on emulated hosts."""
+    """Unless one has more threads than its share; also if the process may not use some siblings, and on emulated
+    hosts."""
     hosts = {host.name: host for host in hosts_for(spec, machine)}
-    bound = [placed for placed in plan(spec, list(hosts.values())).placements if placed.cpus]
+    placed = [p for p in plan(spec, list(hosts.values())).placements if p.cpus and p.cores and p.spec]
+    bound = [p for p in placed if p.threads <= threads("share", len(p.cores or ()), hosts[p.host])]
     held = [{(p.host, core) for core in physical(hosts[p.host], p.cpus)} for p in bound]
     assert not [(a, b) for a, b in combinations(held, 2) if a & b]
 
@@ -93,6 +95,26 @@ def test_cpus_are_on_the_nodes_of_the_devices(instance: str, reserve: int) -> No
             bound = physical(host, cpu_mask(host, cores, threads("share", tp, host)))
             assert bound or len(host.physical_cores) * tp < host.cores
             assert sum(layout.nodes[core] in nodes for core in bound) >= 0.95 * len(bound)
+
+
+@quick
+@given(st.sampled_from(sorted(LAYOUTS)), st.integers(0, 127), st.integers(1, 96), st.data())
+def test_threads_that_fit_the_nodes_of_the_devices_stay_there(
+    instance: str, reserve: int, count: int, data: st.DataObject
+) -> None:
+    """Any number, of any legal range: at least 95 % of the CPUs are on these nodes."""
+    host = Host("h", TOPOLOGIES[instance], tuple(range(TOPOLOGIES[instance].vcpus)), reserve)
+    layout, per_device = LAYOUTS[instance], TOPOLOGIES[instance].cores_per_device
+    tp = data.draw(st.sampled_from(sorted(tp for tp in DEGREES[instance[:4]] if tp <= host.cores)))
+    step = alignment(instance[:4], tp).legal
+    cores = CoreRange.of_length(step * data.draw(st.integers(0, (host.cores - tp) // step)), tp)
+    nodes = {layout.device_nodes[core // per_device] for core in cores}
+    near = sum(layout.nodes[core] in nodes for core in physical(host, host.usable_cpus))
+    mask = cpu_mask(host, cores, count)
+    if count <= near and nodes != set(layout.nodes) and len(host.physical_cores) * tp >= host.cores:
+        bound = physical(host, mask)
+        assert len(mask) >= count
+        assert sum(layout.nodes[core] in nodes for core in bound) >= 0.95 * len(bound)
 
 
 @quick
