@@ -374,8 +374,8 @@ def _measured(needs: Sequence[Mapping[str, Any]]) -> str:
     """Returns a line for each type whose replicas were measured to need more than estimated."""
     each: dict[str, tuple[float, float]] = {}
     for need in needs:
-        surplus = need["measured"]["hbm_gib"], need["measured"]["host_gib"]
-        each[_type(need)] = max(each.get(_type(need), surplus), surplus)
+        hbm, host = each.get(_type(need), (0.0, 0.0))
+        each[_type(need)] = max(hbm, need["measured"]["hbm_gib"]), max(host, need["measured"]["host_gib"])
     return "".join(
         f"\nmeasured on {name}: {hbm:.2f} GiB on each core beyond the estimate (not in USABLE), {host:.2f} of the host"
         for name, (hbm, host) in each.items()

@@ -51,7 +51,8 @@ def host_memory(
     held = tuple(each for each in (checkpoint, draft) if each is not None)
     replica = LoadedReplica(model, held, model.length(checkpoint), width, release)
     serving, loading = costs.host_gib(replica)
-    serving, loading = PROCESS_GIB + surplus_gib + serving, PROCESS_GIB + surplus_gib + loading
+    process = PROCESS_GIB + (surplus_gib if model.host_memory_gib is None else 0.0)
+    serving, loading = process + serving, process + loading
     if model.host_memory_gib is not None:
         loading = model.host_memory_gib
     compiling = costs.compile_gib(replica, compilers_at_once(model, checkpoint, engine))

@@ -64,6 +64,8 @@ def test_what_was_measured_on_such_machines_is_in_the_plan() -> None:
         assert rows["usable_gib"] == pytest.approx(15.2 - 0.5 * surplus)
         load_gib = host_memory(wish.models[0], LLAMA_2_7B).load + 2.0 * surplus
         assert (rows["host"]["load_gib"], book.hosts[0].load_gib) == pytest.approx((load_gib, load_gib), abs=1e-3)
+        own = wish.models[0].model_copy(update={"host_memory_gib": 5.0})  # instead of the estimate and what is beyond
+        assert host_memory(own, LLAMA_2_7B, surplus_gib=2.0) == host_memory(own, LLAMA_2_7B)
         (speed,) = speed_rows(wish, hosts, {"a": LLAMA_2_7B})
         weights_gb = LLAMA_2_7B.parameters * 2 / 1e9
         assert speed["load_s"] == pytest.approx(30 + weights_gb * (5 if surplus else 1), abs=1e-2)
