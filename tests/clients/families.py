@@ -23,7 +23,7 @@ Arguments = dict[str, Any]
 
 @dataclass(frozen=True)
 class Call:
-    """A call that a model is to make."""
+    """A call that the scripted model makes."""
 
     name: str
     arguments: Arguments
