@@ -210,7 +210,7 @@ class Guide:
             self._in_grammar = False
 
     def _advance_reasoning(self, token: int) -> None:
-        """Searches for the text that ends the reasoning or begins a call, and ignores the rest of the token after it."""
+        """Searches for the text that ends the reasoning or begins a call; the rest of the token is ignored."""
         self._reasoning += self._vocabulary.decode_str([token])
         texts = (self._markers.close, *self._markers.calls)
         found = min(((at, text) for text in texts if (at := self._reasoning.find(text)) >= 0), default=None)

@@ -65,9 +65,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """One prompt to be continued, already tokenized and checked against the replica's lengths.
 
     ``len(prompt_ids) + max_tokens`` must not exceed the engine's ``max_len``, and ``prompt_ids`` is not empty.
-    ``max_tokens`` 0 only processes the prompt. Both do not hold
-    with ``forwarded``, which the server checks itself, and with ``inputs``, which are encoded instead. Then only id,
-    max_tokens, adapter and trace are used.
+    ``max_tokens`` 0 only processes the prompt. These conditions do not apply to requests with ``forwarded``, which the
+    server checks itself, and with ``inputs``, which are encoded. Such requests use only id, max_tokens, adapter and
+    trace.
     """
 
     id: str

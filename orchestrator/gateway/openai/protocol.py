@@ -531,10 +531,10 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True, dict
         return not self.tools and _constraint_fields(self) == _UNCONSTRAINED
 
     def guide(self, bare_calls: bool = False) -> AnswerConstraint | None:
-        """Returns the constraint of forced calls, so that the calls are certain and readable; else as SamplingFields.
+        """Returns the constraint of forced calls, which makes them certain and readable, or else that of the fields.
 
-        ``bare_calls``: the model writes calls as JSON without a text before it, so that the constraint must allow one
-        in place of the answer.
+        ``bare_calls``: the model writes calls as JSON without a text before it, so the constraint must allow a
+        call instead of the answer.
         """
         calling = self.calling
         if isinstance(calling, NamedTool):
