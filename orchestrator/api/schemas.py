@@ -372,8 +372,8 @@ class ReplicaHostMemory(AdminAnswer, frozen=True, kw_only=True):
 
 
 class MeasuredSurplus(AdminAnswer, frozen=True, kw_only=True):
-    """The memory that `corewright verify` measured beyond the estimates: ``usable_gib`` is without it, the host's
-    memory with it."""
+    """The memory that `corewright verify` measured beyond the estimates. ``usable_gib`` excludes it, and the host's
+    memory includes it."""
 
     hbm_gib: float
     host_gib: float

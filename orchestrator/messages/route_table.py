@@ -98,7 +98,7 @@ class ModelRoutes(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def scores_prompts(self) -> bool:
-        """Its engine gives the logprobs of prompts."""
+        """Returns whether the engine computes the logprobs of prompts."""
         return capabilities(self.engine).scores_prompts
 
     @property

@@ -1,5 +1,5 @@
-"""The file of measurements in a home, of fleets and of `corewright verify`: times of requests by shape and day, and
-constants of the machine."""
+"""The file of measurements in a home: times of requests by shape and day, measured by fleets, and constants of the
+machine, measured by `corewright verify`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _decoder = msgspec.json.Decoder(list[SpeedEntry])
 
 def merged(entries: Iterable[SpeedEntry]) -> dict[tuple[int, str, str], SpeedEntry]:
     """Returns the sum of the entries by key, in whatever order they come: of the newest KEPT_DAYS days, the newest
-    MOST_ENTRIES. Of constants the last ones of a day stay."""
+    MOST_ENTRIES. The last constants of a day stay."""
     every: dict[tuple[int, str, str], SpeedEntry] = {}
     for entry in entries:
         own = every.setdefault(entry.key, msgspec.structs.replace(entry, times={}, constants={}))
@@ -88,15 +88,15 @@ class SpeedRecord:
         self.changed = True
 
     def add_constants(self, machine: str, engine: str, constants: Mapping[str, float], now: float) -> None:
-        """Adds what was measured with an engine on a `Host.machine`, in place of earlier values of the day."""
+        """Adds the constants measured with an engine on a `Host.machine`, replacing earlier ones of the day."""
         shape = json.dumps({"machine": machine, "engine": engine}, sort_keys=True)
         entry = SpeedEntry(self._software, int(now // DAY_S), shape, {}, dict(constants))
         self._entries = merged([*self._entries.values(), entry])
         self.changed = True
 
     def constants(self) -> dict[str, MeasuredConstants]:
-        """Returns the constants under this version of corewright by machine: the newest of each engine, and of all
-        engines the worst."""
+        """Returns the constants by machine, under this version of corewright: the worst of the newest ones of all
+        engines."""
         newest: dict[str, dict[str, float]] = {}
         for entry in sorted(self._entries.values(), key=lambda entry: entry.day):
             if entry.constants and entry.software == self._software:

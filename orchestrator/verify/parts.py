@@ -265,8 +265,8 @@ def faults(stand: Stand) -> Iterator[Verdict]:
 
 
 def memory(stand: Stand, record: SpeedRecord) -> Iterator[Verdict]:
-    """Compares the memory of a replica with its estimate: on the host, and on the device by neuron-monitor. Records by
-    how much it is exceeded, for later plans."""
+    """Compares the memory of a replica with its estimate: on the host, and on the device by neuron-monitor. Records the
+    excess for later plans."""
     used = Counter[str]()  # bytes by class on all cores
 
     def read(pid: int) -> None:

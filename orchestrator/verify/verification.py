@@ -124,8 +124,8 @@ def verify(
     records: bool,
     say: Callable[[str], None],
 ) -> Iterator[Verdict]:
-    """Yields the verdicts of the chosen parts, in their order. ``records``: what plans read goes into the home's file
-    of measurements, which no fleet may be writing. Raises Failed."""
+    """Yields the verdicts of the chosen parts, in their order. With ``records``, the values that plans read are written
+    to the home's file of measurements, which no fleet may be writing. Raises Failed."""
     record = record_of(home)
     for verdict in _verdicts(machine, extent, chosen, home, record, say):
         yield verdict
@@ -192,7 +192,7 @@ def _opened(folder: Path) -> Iterator[int]:
 
 
 def _measured(part: Part, verdicts: Iterator[Verdict]) -> Iterator[Verdict]:
-    """Yields the verdicts of a part. Claims that an error prevents from being measured are not run."""
+    """Yields the verdicts of a part. If an error prevents a measurement, the verdict is "not run"."""
     claims = {claim.id for claim in CLAIMS.values() if claim.part == part}
     try:
         for verdict in verdicts:

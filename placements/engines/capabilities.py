@@ -117,7 +117,7 @@ class Capabilities:
     compiler_flags: frozenset[str] = frozenset()  # of neuronx-cc, which it sets itself
     sets_workers: bool = True  # it has ``compiler.workers``
     penalizes: bool = True  # it applies penalties to logits
-    scores_prompts: bool = False  # it gives the logprobs of a prompt's own tokens, at once or in steps of one token
+    scores_prompts: bool = False  # it computes the logprobs of a prompt's own tokens, at once or in single steps
     unused: tuple[Unused, ...] = ()
     class_options: tuple[ClassOptions, ...] = ()  # see `placements.engines.options`
     pads_to_longest: bool = False  # it pads the inputs of a batch to the longest of them

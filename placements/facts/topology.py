@@ -15,10 +15,10 @@ Link = Literal["none", "line", "ring", "torus", "switch"]
 
 @dataclass(frozen=True)
 class MeasuredConstants:
-    """What `corewright verify` has measured on machines of a type, as far as it is worse than what plans assume."""
+    """The values that `corewright verify` measured on machines of a type, if they are worse than plans assume."""
 
-    hbm_gib: float = 0.0  # that a replica needs on each core beyond its estimate
-    host_gib: float = 0.0  # of host memory, the same
+    hbm_gib: float = 0.0  # HBM that a replica needs on each core beyond its estimate
+    host_gib: float = 0.0  # host memory that it needs beyond its estimate
     read_bytes_s: float | None = None  # at which the disk of the home is read
 
 
@@ -191,7 +191,7 @@ class Host:
 
     @property
     def measured(self) -> MeasuredConstants:
-        """What was measured on machines of this kind."""
+        """The values that were measured on machines of this kind."""
         return MeasuredConstants() if self.topology is None else self.topology.measured
 
     @property

@@ -291,8 +291,8 @@ class ModelSpec(Frozen):
     """The system that added the model to the running fleet, and removes it: `sagemaker`
     ([sagemaker.md](sagemaker.md)). Not in `defaults`."""
     response_template: Live[AnswerFormat] = "auto"
-    """The format of the model's reasoning and tool calls. `auto` is the tokenizer's own, or detected from the chat
-    template; `none` reads neither. See Tools."""
+    """The format of the model's reasoning and tool calls. With `auto` it is the tokenizer's own, or else detected from
+    the chat template. With `none`, neither is read. See Tools."""
     threads: Process[
         Annotated[
             Literal["share", "lmi"] | Annotated[StrictInt, Field(ge=1, le=1024)],

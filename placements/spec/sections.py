@@ -222,7 +222,7 @@ class RequestDefaults(Frozen):
     ] = Field((), strict=False, json_schema_extra=in_words("list of texts"))
     """Texts that end the answer."""
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    """How long the model reasons, in chats. `none`: not at all, where it has that choice."""
+    """How long the model reasons, in chats. With `none` it does not reason, if its chat template supports that."""
     chat_template_kwargs: Annotated[
         dict[str, Variable], Reported("a mapping from variables to texts, numbers, true or false")
     ] = Field({}, json_schema_extra=in_words("a mapping"))

@@ -1,4 +1,4 @@
-"""Model families as agents meet them: each family's chat template and its own format of reasoning, calls and answers.
+"""Model families for agents: the chat template and the format of reasoning, calls and answers of each family.
 
 The templates are short forms of the published ones: same roles, tags and places of tools, no texts of advice.
 """
@@ -23,7 +23,7 @@ Arguments = dict[str, Any]
 
 @dataclass(frozen=True)
 class Call:
-    """A call that a model is to make."""
+    """A call that the scripted model makes."""
 
     name: str
     arguments: Arguments
@@ -31,8 +31,8 @@ class Call:
 
 @dataclass(frozen=True)
 class Family:
-    """``special`` tokens do not show in text without special tokens, ``added`` ones do. ``result`` is the text of a
-    prompt where the result of a call begins, ``tools`` the one before the tools."""
+    """A family of models. Text without special tokens contains the ``added`` tokens, but not the ``special`` ones.
+    ``result`` is the text of a prompt at which the result of a call begins, and ``tools`` the text before the tools."""
 
     template: str
     special: tuple[str, ...]
@@ -44,7 +44,7 @@ class Family:
     answer: str = "%s"
 
     def text(self, step: Call | str, prompt: str) -> str:
-        """What the model writes up to its end token, after its thought: a call, or an answer to the user."""
+        """The text of the model between its thought and its end token: a call, or an answer to the user."""
         if isinstance(step, Call):
             return self._thinks(f"I need {step.name}.", prompt) + self.call(step.name, step.arguments)
         return self._thinks("That is all.", prompt) + self.answer.replace("%s", step)
@@ -56,7 +56,7 @@ class Family:
         return "" if prompt.rstrip().endswith("</think>") else self.thought.replace("%s", thought)
 
     def save(self, folder: Path) -> Tokenizer:
-        """Writes the tokenizer to a new folder: that of all families, with this one's tokens."""
+        """Writes the tokenizer to a new folder. It is the same for all families, except for this family's tokens."""
         from tokenizers import AddedToken
         from tokenizers import Tokenizer as FastTokenizer
 

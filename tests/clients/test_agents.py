@@ -66,7 +66,7 @@ def block(section: str, language: str, place: AgentPlace, model: str) -> str:
 
 
 def run_commands(section: str, place: AgentPlace, home: Path, model: str, options: str = "") -> str:
-    """What the page's commands print, with further options of the last one. Codex finds its configuration."""
+    """Returns the output of the page's commands, the last one with further options. Codex reads its configuration."""
     (home / ".codex").mkdir(exist_ok=True)
     if not (config := home / ".codex" / "config.toml").exists():
         config.write_text(block("Codex", "toml", place, model))
@@ -82,19 +82,19 @@ def follow(place: AgentPlace, *calls: Call, answer: str = ANSWER) -> None:
 
 
 def facts_of(place: AgentPlace) -> list[bool]:
-    """Which facts the model has read when it answers."""
+    """Returns the facts that the model has read when it answers."""
     return [fact in place.prompts[-1] for fact in FACTS]
 
 
 def thoughts_of(place: AgentPlace, name: str) -> int:
-    """How many thoughts of a call the model has read when it answers."""
+    """Returns the number of thoughts of calls that the model has read when it answers."""
     return place.prompts[-1].count(f"I need {name}.")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_claude_code_reads_runs_and_answers(place: AgentPlace, home: Path, family: str) -> None:
-    """By the commands of the page: the tools Read and Bash, and the answer alone, without calls and thoughts, which go
-    back to a model that thinks."""
+    """The commands of the page use the tools Read and Bash, and print only the answer. Thoughts go back to a model that
+    thinks."""
     bash = {"command": "bash notes.sh", "description": "Run the notes"}
     follow(place, Call("Read", {"file_path": str(home / "notes.txt")}), Call("Bash", bash))
 
@@ -107,7 +107,7 @@ def test_claude_code_reads_runs_and_answers(place: AgentPlace, home: Path, famil
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_codex_runs_commands_and_answers(place: AgentPlace, home: Path, family: str) -> None:
-    """By the configuration and the command of the page: two commands, and the answer alone; thoughts go back."""
+    """With the page's configuration and command, it runs two commands and prints only the answer. Thoughts go back."""
     follow(place, *COMMANDS)
 
     printed = run_commands("Codex", place, home, family)
@@ -118,7 +118,7 @@ def test_codex_runs_commands_and_answers(place: AgentPlace, home: Path, family: 
 
 @pytest.mark.parametrize("agent", ["Claude Code", "Codex"])
 def test_an_agent_compacts_a_history_that_becomes_too_long(place: AgentPlace, home: Path, agent: str) -> None:
-    """Claude Code when the gateway refuses it, Codex by the length in its configuration."""
+    """Claude Code compacts it when the gateway refuses it, Codex before it reaches the configured length."""
     (home / "long.txt").write_text("".join(f"fact {n}: {n * 7919 % 9973}\n" for n in range(1600)))
     (home / ".codex").mkdir()
     short = block("Codex", "toml", place, "mistral").replace(str(AGENT_MAX_LEN), "12000")
@@ -152,7 +152,7 @@ def test_a_library_completes_two_calls_and_reads_an_object(place: AgentPlace, tm
 
 
 def test_codex_answers_by_a_schema_after_its_commands(place: AgentPlace, home: Path) -> None:
-    """With its option `--output-schema`."""
+    """The option is `--output-schema`."""
     properties = {"sky": {"type": "string"}, "hour": {"type": "integer"}}
     schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
     (home / "schema.json").write_text(json.dumps(schema))

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.clients
 
 
 class Scores:
-    """What a run of the harness has written."""
+    """The files that a run of the harness has written."""
 
     def __init__(self, folder: Path) -> None:
         (results,) = folder.rglob("results_*.json")
@@ -32,7 +32,7 @@ class Scores:
         self._folder = folder
 
     def responses(self, task: str) -> list[Any]:
-        """Those of each sample: log likelihoods, with whether they are the best, or texts."""
+        """The results of each sample: texts, or log likelihoods and whether they are the best ones."""
         (samples,) = self._folder.rglob(f"samples_{task}_*.jsonl")
         return [json.loads(line)["resps"] for line in samples.read_text().splitlines()]
 
@@ -43,7 +43,7 @@ class Scores:
 
 @pytest.fixture(scope="module")
 def scores(tmp_path_factory: pytest.TempPathFactory) -> tuple[Scores, Scores]:
-    """Those of the fleet, and of transformers."""
+    """The scores of the fleet, and those of transformers."""
     python, folder = installed_python(), tmp_path_factory.mktemp("evaluate")
     for block in blocks(PAGE):
         language, _, title = block.language.partition(" title=")
@@ -75,7 +75,7 @@ def scores(tmp_path_factory: pytest.TempPathFactory) -> tuple[Scores, Scores]:
 
 
 def test_every_score_is_that_of_transformers(scores: tuple[Scores, Scores]) -> None:
-    """Of multiple choice, generated answers and perplexity."""
+    """The tasks are multiple choice, generated answers and perplexity."""
     fleet, transformers = scores
 
     assert fleet.tables.keys() == {"terms", "answers", "texts"}

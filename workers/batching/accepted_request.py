@@ -15,7 +15,7 @@ NOT_SCORED = (
     "the logprobs of a prompt need the logits of all its tokens, which this replica does not return: it samples or "
     "speculates on the device, keeps prefixes in blocks, or is vLLM on Neuron devices; use a model without these"
 )
-PROMPT_TOKENS = 64  # whose logprobs are in one event, at up to 2 KB each
+PROMPT_TOKENS = 64  # with logprobs in one event, at up to 2 KB each
 
 
 @dataclass(eq=False)

@@ -1,4 +1,4 @@
-"""Guided decoding: the tokens that may come next under a constraint, by `llguidance` (extra ``json``)."""
+"""Guided decoding: computes the tokens that a constraint allows next, with `llguidance` (extra ``json``)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 MAX_INDENT = 16  # spaces; half as many tabs
 _WHITESPACE = rf"\x20|\x0D?\x0A(\x20{{0,{MAX_INDENT}}}|\x09{{0,{MAX_INDENT // 2}}})"
 
-MAX_NEWLINES = 2  # behind the reasoning, as models were trained to write them
+MAX_NEWLINES = 2  # after the reasoning, where models were trained to write them
 MAX_COMPILED = 32  # cached constraints, at up to 4 MB each; the least recently used one is evicted
 MAX_REASON = 300  # characters of llguidance's own message
 Kind = Literal["json", "regex", "grammar", "choice", "structural_tag"]
@@ -135,12 +135,12 @@ class Guide:
         self.eos_ids = frozenset(vocabulary.eos_tokens)  # allowed only when the answer is complete; they end it
         self._markers = markers = constraint.markers
         self._part = _Section.REASONING if markers.close and markers.opened else _Section.CONSTRAINED
-        self._reasoning = ""  # its end, in which the closing text may begin
+        self._reasoning = ""  # the end of the reasoning, in which the closing text may begin
         opens = markers.open if markers.close and not markers.opened else ""
         self._openings = self._openings_of(opens)
-        self._in_grammar = True  # the tokens of the constrained part, so far, follow the grammar
+        self._in_grammar = True  # the tokens of the constrained part so far follow the grammar
         self._newlines: dict[int, int] = {}  # tokens of newlines, with their number
-        self._newlines_left = 0  # that may come between the reasoning and the constrained part
+        self._newlines_left = 0  # newlines that may still follow the reasoning
 
     def _openings_of(self, reasoning: str) -> list[tuple[list[int], _Section]]:
         """Returns the tokens with which another part may begin in place of the constrained one."""
@@ -210,7 +210,7 @@ class Guide:
             self._in_grammar = False
 
     def _advance_reasoning(self, token: int) -> None:
-        """Looks for the text that ends the reasoning, or begins a call in it, and drops what follows in the token."""
+        """Searches for the text that ends the reasoning or begins a call; the rest of the token is ignored."""
         self._reasoning += self._vocabulary.decode_str([token])
         texts = (self._markers.close, *self._markers.calls)
         found = min(((at, text) for text in texts if (at := self._reasoning.find(text)) >= 0), default=None)

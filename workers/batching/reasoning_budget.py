@@ -1,4 +1,4 @@
-"""Thinking budgets: end the reasoning of an answer after a number of tokens, by its mark in the chat template."""
+"""Thinking budgets: the reasoning of an answer ends after a number of tokens, with its mark in the chat template."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class ReasoningMarks(NamedTuple):
 
 
 def reasoning_marks(tokenizer: Tokenizer) -> ReasoningMarks | None:
-    """Returns the marks of a model's reasoning; None without a chat template that has known ones. An end of several
-    tokens does not count: a model could write it in others, and would then end its reasoning twice."""
+    """Returns the marks of a model's reasoning; None if its chat template has no known marks, or if the end has several
+    tokens. A model could write such an end with other tokens, and would then end its reasoning twice."""
     template = tokenizer.chat_template(tools=False) or ""
     for begin, end in MARKS:
         if begin in template and end in template:
@@ -37,8 +37,8 @@ def reasoning_marks(tokenizer: Tokenizer) -> ReasoningMarks | None:
 
 
 def start_budget(request: GenerateRequest, marks: ReasoningMarks | None) -> ReasoningBudget | None:
-    """Returns the budget of a request; None for one that its answer cannot use up. Under a constraint that begins at
-    once, a model cannot reason."""
+    """Returns the budget of a request; None if the answer cannot exhaust it. If a constraint applies from the first
+    token, the model cannot reason."""
     budget, guide = request.reasoning_budget, request.guide
     if budget is None or budget >= request.max_tokens or marks is None or (guide and not guide.markers.close):
         return None
@@ -46,19 +46,19 @@ def start_budget(request: GenerateRequest, marks: ReasoningMarks | None) -> Reas
 
 
 class ReasoningBudget:
-    """The reasoning of one answer, and what is left of its budget. Used by one thread at a time."""
+    """The reasoning of one answer, and the rest of its budget. Used by one thread at a time."""
 
     def __init__(self, budget: int, marks: ReasoningMarks, prompt_ids: Sequence[int]) -> None:
         self._left = budget
         self._marks = marks
-        self._last: list[int] = []  # as many tokens as the begin has
+        self._last: list[int] = []  # the last tokens, as many as ``begin`` has
         self._is_open = False
         for token in prompt_ids[-PROMPT_END_TOKENS:]:
             self._follow(token)
 
     @property
     def forced(self) -> int | None:
-        """The only id that may come next: the end's, once the budget is used up."""
+        """The only id that may come next, that of the end, once the budget is used up; else None."""
         return self._marks.end if self._is_open and self._left <= 0 else None
 
     def record(self, token: int) -> None:

@@ -35,7 +35,7 @@ class InvalidField(ValueError):
 
 
 class AnswerMarkers(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The texts by which a model's template divides an answer, around the part that a constraint is for."""
+    """The texts by which a model's template divides an answer, around the part that is constrained."""
 
     calls: tuple[str, ...] = ()  # each begins a call, which is not constrained; it may be in place of the answer
     open: str = ""  # begins the reasoning, which may be left out; empty: it cannot begin in the answer
@@ -44,7 +44,7 @@ class AnswerMarkers(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class AnswerConstraint(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What an answer must match."""
+    """The text or value that an answer must match, in the form ``kind``."""
 
     text: str
     # `json`: a JSON schema. `grammar`: of Lark or GBNF. `choice`: a JSON array of texts. `structural_tag`: vLLM's JSON
@@ -65,9 +65,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """One prompt to be continued, already tokenized and checked against the replica's lengths.
 
     ``len(prompt_ids) + max_tokens`` must not exceed the engine's ``max_len``, and ``prompt_ids`` is not empty.
-    ``max_tokens`` 0 only processes the prompt. Both do not hold
-    with ``forwarded``, which the server checks itself, and with ``inputs``, which are encoded instead. Then only id,
-    max_tokens, adapter and trace are used.
+    ``max_tokens`` 0 only processes the prompt. These conditions do not apply to requests with ``forwarded``, which the
+    server checks itself, and with ``inputs``, which are encoded. Such requests use only id, max_tokens, adapter and
+    trace.
     """
 
     id: str
@@ -87,7 +87,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     logprobs: int | None = None  # None: none; n: of each token, and of the n most probable beside it
     prompt_logprobs: int | None = None  # likewise, of the prompt's tokens; no prefix of it is taken from a cache
     guide: AnswerConstraint | None = None
-    reasoning_budget: int | None = None  # tokens of reasoning, after which it is ended where the host samples
+    reasoning_budget: int | None = None  # tokens of reasoning, after which it ends if the host samples
     stop: list[str] = []
     stop_token_ids: list[int] = []
     seed: int | None = None

@@ -144,8 +144,8 @@ Choice = AutoChoice | AnyChoice | ToolChoice | NoneChoice
 
 
 class ClearThinking(msgspec.Struct, forbid_unknown_fields=True):
-    """Accepted without effect: chat templates leave out the thinking of earlier turns by themselves. Other edits, such
-    as of tool results, are refused."""
+    """An edit that clears thinking. It has no effect, because chat templates leave out the thinking of earlier turns.
+    Other edits, such as those of tool results, are refused."""
 
     type: Literal["clear_thinking_20251015"]
     keep: Ignored = None
@@ -214,7 +214,7 @@ REPLACEMENTS: Mapping[str, str] = MappingProxyType(  # fields of other APIs, and
         "max_completion_tokens": "max_tokens",
         "max_tokens_to_sample": "max_tokens",
         "instructions": "system",
-        "container": "none; nothing here runs code",
+        "container": "none; the server does not run code",
         "mcp_servers": "tools, which the client runs",
         "parallel_tool_calls": 'tool_choice: {"type": "auto", "disable_parallel_tool_use": true}',
     }
@@ -239,7 +239,8 @@ class MessagesChat(ChatRequest, kw_only=True):
 
     @property
     def shows_reasoning(self) -> bool:
-        """Only who asks for thinking gets it: others may take the first block for the text."""
+        """Returns whether the answer contains the thinking. Clients that do not request it may read the first block as
+        the text."""
         return self.thinking is not None and self.thinking.type != "disabled" and self.thinking.display != "omitted"
 
 

@@ -24,7 +24,7 @@ _encode = msgspec.json.encode
 EVENTS = b"text/event-stream; charset=utf-8"
 DONE = b"data: [DONE]\n\n"
 WAITING = b": waiting\n\n"  # a comment, which clients of server-sent events skip
-HIDDEN_TOKENS = 64  # of reasoning that a stream leaves out, after which it gets a comment or a ping
+HIDDEN_TOKENS = 64  # of reasoning that is left out of a stream, between two comments or pings
 LARGE_BYTES = 2**20  # a larger answer is written in parts: joining them would block all streams
 
 
@@ -42,8 +42,8 @@ class AnsweredCall(msgspec.Struct):
 
 
 class AnswerMessage(msgspec.Struct):
-    """``content`` is null if the answer is only reasoning and calls. Both names of the reasoning have the same text.
-    Nothing is refused."""
+    """The assistant's message. ``content`` is null if the answer is only reasoning and calls. Both names of the
+    reasoning have the same text. ``refusal`` is always null."""
 
     role: Literal["assistant"]
     content: str | None
@@ -54,7 +54,7 @@ class AnswerMessage(msgspec.Struct):
 
 
 class PromptLogprob(msgspec.Struct):
-    """``rank`` is null where the engine does not count the more probable ids."""
+    """The logprob of one token. ``rank`` is null if the engine does not report it."""
 
     logprob: float
     rank: int | None
@@ -62,7 +62,7 @@ class PromptLogprob(msgspec.Struct):
 
 
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
-"""vLLM's: for each token of a prompt, the token and its alternatives by id; null for the first."""
+"""vLLM's `prompt_logprobs`: for each token of a prompt, the token and its alternatives by id; null for the first."""
 
 
 class ChatChoice(msgspec.Struct):
@@ -84,7 +84,7 @@ class TextChoice(msgspec.Struct):
 
 
 class Usage(msgspec.Struct):
-    """``completion_tokens_details`` has the ``reasoning_tokens``, if there are any."""
+    """The tokens of an answer. ``completion_tokens_details`` has the ``reasoning_tokens``, if there are any."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -267,18 +267,18 @@ class Choice(msgspec.Struct, eq=False):
     prompt_offset: int = 0  # likewise, of the echoed prompt
     reader: AnswerReader | None = None  # if the answer may have reasoning or tool calls
     new_reader: Callable[[], AnswerReader] | None = None  # makes the reader of a retry
-    shows_reasoning: bool = True  # else it is counted, but left out
+    shows_reasoning: bool = True  # False: the reasoning is counted, but left out
     reasoning_tokens: int = 0
-    pending: int = 0  # tokens since the last text that was read, of which it is not known yet what they are
-    hidden: int = 0  # tokens of reasoning at the last comment or ping in their place
-    gathered: list[Event] | None = None  # what was read of an answer that is not streamed
-    taken: int = 0  # the token events that were gathered
-    attempt: int = 0  # of the request: a retry discards what was gathered
+    pending: int = 0  # tokens since the last text that was read, which are not assigned to a part yet
+    hidden: int = 0  # tokens of reasoning at the last comment or ping
+    gathered: list[Event] | None = None  # the events read so far, if the answer is not streamed
+    taken: int = 0  # the number of token events that were gathered
+    attempt: int = 0  # of the request; a retry discards ``gathered``
     written: WrittenLogprobs | None = None  # for logprobs in an answer that is not streamed
     plain: tuple[bytes, bytes] = (b"", b"")  # the bytes before and after the text of an event with text only
 
     def read(self, event: TokenEvent) -> list[Event]:
-        """Returns what an event adds to the answer; after one with a finish there is nothing to come."""
+        """Returns what an event adds to the answer. An event with a finish reason is the last one."""
         reader = self.reader
         if reader is None:
             return [Content(event.text)] if event.text else []
@@ -295,8 +295,8 @@ class Choice(msgspec.Struct, eq=False):
         return read if self.shows_reasoning else [part for part in read if not isinstance(part, Reasoning)]
 
     def gather(self, events: Sequence[TokenEvent], attempt: int = 0) -> list[Event]:
-        """Reads the events since the last call of an answer that is not streamed, and returns all that was read.
-        ``events`` are those of the ``attempt`` so far. Reading all at the end could block the event loop."""
+        """Reads the new events of an answer that is not streamed, and returns all that were read. ``events`` are the
+        events of the ``attempt`` so far. Reading all of them at the end could block the event loop."""
         if attempt != self.attempt:
             assert self.new_reader is not None
             self.attempt, self.reader, self.gathered = attempt, self.new_reader(), None
@@ -357,8 +357,8 @@ class AnswerWriter(msgspec.Struct, eq=False, kw_only=True):
         raise NotImplementedError
 
     def silence(self, choice: Choice) -> bytes:
-        """Returns what a stream gets when its events are empty: now and then a comment or a ping in place of reasoning,
-        so that proxies keep the connection open."""
+        """Returns what a stream gets when its events are empty: a comment or a ping after every ``HIDDEN_TOKENS`` of
+        reasoning, so that proxies keep the connection open."""
         if choice.reasoning_tokens - choice.hidden < HIDDEN_TOKENS:
             return b""
         choice.hidden = choice.reasoning_tokens
@@ -562,8 +562,8 @@ class Answer(AnswerWriter, eq=False):
         return _columns(items, offsets)
 
     def _echoed(self, choice: Choice, items: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        """Returns the logprobs of tokens of the prompt, as those of a completion. The echo of a text has no special
-        token at its start, which then has no length."""
+        """Returns the logprobs of tokens of the prompt, in the format of a completion. A special token at the start of
+        the prompt is not part of the echoed text, so its length is 0."""
         offsets = []
         for item in items:
             offsets.append(choice.prompt_offset)
@@ -619,7 +619,7 @@ def _columns(items: Sequence[TokenLogprobs], offsets: list[int]) -> dict[str, An
 
 
 def _prompt_logprobs(item: TokenLogprobs) -> dict[int, PromptLogprob] | None:
-    """Returns vLLM's entry of a token of a prompt: the token itself first, then its alternatives."""
+    """Returns vLLM's entry for a token of a prompt: first the token itself, then its alternatives."""
     if item.logprob is None:
         return None
     ranked = {id: PromptLogprob(value, rank, text) for rank, (id, value, text, _) in enumerate(item.top, 1)}
@@ -653,8 +653,8 @@ def message_of(events: Sequence[Event]) -> dict[str, Any]:
 
 
 def _texts_of(events: Sequence[Event]) -> dict[str, Any]:
-    """Returns the content and the reasoning of events, each if there is any. vLLM has renamed `reasoning_content` to
-    `reasoning`; clients read either."""
+    """Returns the content and the reasoning of events, if there are any. vLLM has renamed `reasoning_content` to
+    `reasoning`, and each client reads one of the names."""
     content = "".join([event.text for event in events if isinstance(event, Content)])
     reasoning = "".join([event.text for event in events if isinstance(event, Reasoning)])
     fields: dict[str, Any] = {"content": content} if content else {}
@@ -680,7 +680,7 @@ def delta_of(events: Sequence[Event]) -> dict[str, Any]:
 
 @dataclass
 class Text:
-    """Text between reasoning and calls; its pieces are not joined yet."""
+    """Text between reasoning and calls, in pieces that are not joined yet."""
 
     pieces: list[str] = field(default_factory=list)
 

@@ -52,8 +52,8 @@ _BOUNDED_ITEMS = ("stop", "stop_token_ids", "logit_bias")
 
 
 def decoder_of(kind: type[R], *, messages: str = "") -> msgspec.json.Decoder[R]:
-    """Returns the decoder of a type of requests. From then on ``decode`` knows its fields: in large bodies, and in
-    errors. ``messages``: the field that is a list of messages, not of texts."""
+    """Returns the decoder of a type of requests, and registers its fields for large bodies and errors in ``decode``.
+    ``messages`` is the field that is a list of messages, not of texts."""
     _kinds[kind] = messages
     return msgspec.json.Decoder(kind)
 
@@ -77,10 +77,10 @@ _shape_decoder = msgspec.json.Decoder(_Shape)
 # Fields of OpenAI, vLLM, LMI and older clients that would change the answer, and their replacement here.
 REPLACEMENTS: Mapping[str, str] = MappingProxyType(
     {
-        "format": 'response_format: {"type": "json_schema", ...} asks for a JSON schema',
+        "format": 'response_format: {"type": "json_schema", ...}, with a JSON schema',
         **dict.fromkeys(
             ("guided_whitespace_pattern", "structured_outputs.whitespace_pattern"),
-            "structured_outputs.grammar, with its own white space",
+            "structured_outputs.grammar, which defines the white space itself",
         ),
         "max_new_tokens": "max_tokens",
         "do_sample": "temperature: 0 is greedy",
@@ -94,7 +94,7 @@ REPLACEMENTS: Mapping[str, str] = MappingProxyType(
         "documents": "chat_template_kwargs",
         "include_stop_str_in_output": "stop; the stop string is not part of the answer",
         **dict.fromkeys(("audio", "modalities", "messages.audio"), "text only"),
-        "prediction": "none; answers do not begin from a text of the client",
+        "prediction": "none; predicted outputs are not used",
         "web_search_options": "tools, which the client runs",
         "best_of": "n; answers are not ranked",
         "length_penalty": "none; there is no beam search",
@@ -116,8 +116,8 @@ _NEUTRAL: Mapping[str, tuple[bytes, ...]] = MappingProxyType(  # further values 
         "spaces_between_special_tokens": (b"null", b"true"),
     }
 )
-MAX_UNKNOWN_OBJECTS = 4096  # that have unknown fields: leaving them out takes 15 us for each
-MAX_UNKNOWN_FIELDS = 64  # of one request that are counted
+MAX_UNKNOWN_OBJECTS = 4096  # objects with unknown fields, at 15 us for each
+MAX_UNKNOWN_FIELDS = 64  # that are counted per request
 _PLACE = re.compile(r"\[\d+\]")
 
 
@@ -271,8 +271,8 @@ def _check_list(name: str, data: bytes) -> None:
 
 
 def decode(decoder: msgspec.json.Decoder[R], body: bytes, replacements: Mapping[str, str] = REPLACEMENTS) -> R:
-    """Decodes a body. ``replacements``: of fields that are refused, by their path. Raises UnknownFields, and ApiError
-    400 that names the parameter."""
+    """Decodes a body. ``replacements`` has a text for each refused field, by its path. Raises UnknownFields, and
+    ApiError 400 that names the parameter."""
     try:
         if len(body) > LARGE_BYTES and decoder is not _forwarded_decoder:
             _check_large(body, decoder.type)
@@ -288,8 +288,8 @@ def decode(decoder: msgspec.json.Decoder[R], body: bytes, replacements: Mapping[
 
 
 class UnknownFields(Exception):
-    """A body has fields that its type does not have. ``body`` is the body without them; ``fields`` are their paths, by
-    the path without places in lists."""
+    """A body has fields that its type does not have. ``body`` is the body without them. ``fields`` maps paths without
+    places in lists to the full paths."""
 
     def __init__(self, body: bytes, fields: Mapping[str, str]) -> None:
         super().__init__(*fields)
@@ -312,7 +312,7 @@ def read(reads: Callable[[bytes], T], body: bytes, *, strict: bool = False) -> t
 def _without_unknown(body: bytes, kind: type[msgspec.Struct], replacements: Mapping[str, str]) -> UnknownFields:
     """Raises ApiError for a field that would change the answer, and DecodeError when the body is not JSON."""
     fields: dict[str, str] = {}
-    objects = itertools.count(1)  # with unknown fields, or around such
+    objects = itertools.count(1)  # those with unknown fields, and those that contain them
 
     def known(raw: msgspec.Raw, kind: Any, path: str) -> msgspec.Raw:
         kinds = [_plain(part) for part in (kind.types if isinstance(kind, UnionType) else (kind,))]

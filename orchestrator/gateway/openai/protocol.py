@@ -31,7 +31,7 @@ else:
     Ignored = msgspec.Raw  # checked as JSON but not decoded: 8 MB of brackets would take 0.2 s
 MAX_ENTRIES = 1024  # of logit_bias and stop_token_ids; OpenAI's limit is 300
 MAX_ARGUMENTS_CHARACTERS = 2**20  # characters of the arguments of a call that is sent back
-MAX_CUT_CHARACTERS = 2**16  # of the calls of a chat that were cut off: finding complete members takes up to 3 us each
+MAX_CUT_CHARACTERS = 2**16  # of all calls of a chat that were cut off; reading them takes up to 3 us per character
 MAX_ID_DIGITS = 10  # digits
 SYSTEM_ROLES = frozenset({"system", "developer"})
 MAX_STOPS = 16
@@ -76,7 +76,7 @@ class TextPart(msgspec.Struct, forbid_unknown_fields=True):
     think: str | None = None  # LibreChat's name of it
     signature: Ignored = None
     cache_control: Ignored = None
-    # Of other kinds of parts, which only some servers read.
+    # Fields of other kinds of parts, which only some servers read.
     image_url: Ignored = None
     video_url: Ignored = None
     audio_url: Ignored = None
@@ -89,7 +89,7 @@ class TextPart(msgspec.Struct, forbid_unknown_fields=True):
 
     @property
     def thought(self) -> str:
-        """The thinking in it; empty for other parts, and for thinking that only its server can read."""
+        """The thinking in this part; empty for other parts, and for encrypted thinking."""
         if self.type not in _THINKING_PARTS:
             return ""
         value = self.thinking or self.think or self.text or ""
@@ -192,14 +192,14 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class CutCalls:
-    """Completes the arguments of the calls of one chat that were cut off by `max_tokens`, up to a limit: hostile ones
-    would otherwise take seconds."""
+    """Completes the arguments of a chat's calls that `max_tokens` has cut off, up to a limit, since hostile arguments
+    could take seconds."""
 
     def __init__(self) -> None:
         self._left = MAX_CUT_CHARACTERS
 
     def completed(self, text: str) -> str:
-        """Returns the object with the members that are complete; without any over the limit."""
+        """Returns the object with the members that are complete; over the limit, an empty object."""
         self._left -= len(text)
         return completed_object(text) if self._left >= 0 else "{}"
 
@@ -214,7 +214,7 @@ def _call_for_template(call: ToolCall, where: str, cut: CutCalls) -> dict[str, A
         raise invalid(message, param="messages")
     try:
         arguments = decoded(sent.strip().encode() or b"{}", dict[str, Any], "")
-    except ApiError:  # `max_tokens` has ended the call, or a client has sent it wrong: what is complete is kept
+    except ApiError:  # cut off by `max_tokens`, or invalid: complete members are kept
         arguments = decoded(cut.completed(sent).encode(), dict[str, Any], f"{where}.function.arguments", "messages")
     fields: dict[str, Any] = {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}
     return fields if call.id is None else {"id": call.id, **fields}
@@ -230,7 +230,7 @@ class FunctionDefinition(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Tool(msgspec.Struct, forbid_unknown_fields=True):
-    """A tool. Only functions reach the model: nothing here runs others, such as a web search."""
+    """A tool. Only functions reach the model: the server cannot run others, such as a web search."""
 
     type: str
     function: FunctionDefinition = msgspec.field(default_factory=lambda: FunctionDefinition(""))  # of type `function`
@@ -277,7 +277,7 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class Thinking(msgspec.Struct, forbid_unknown_fields=True):
-    """Anthropic's field, which servers of other models take in chats, too. Every type but `disabled` lets the model
+    """Anthropic's field, which servers of other models also accept in chats. Every type but `disabled` lets the model
     reason."""
 
     type: Literal["enabled", "adaptive", "between_tools", "disabled"]
@@ -388,7 +388,7 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def is_free(self) -> bool:
-        """No field constrains the answer."""
+        """Returns whether no field constrains the answer."""
         return _constraint_fields(self) == _UNCONSTRAINED
 
     def guide(self) -> AnswerConstraint | None:
@@ -480,7 +480,7 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True, dict
 
     @property
     def shows_reasoning(self) -> bool:
-        """Whether the answer has the reasoning, or only counts it."""
+        """Returns whether the answer contains the reasoning; its tokens are always counted."""
         return self.include_reasoning is not False
 
     @property
@@ -507,7 +507,7 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True, dict
 
     @property
     def ignored_tools(self) -> list[str]:
-        """The tools that were left out of the prompt, because nothing here runs them."""
+        """The tools that were left out of the prompt, because the server cannot run them."""
         names: list[str] = self.__dict__.get("ignored_tools", [])
         return names
 
@@ -531,10 +531,10 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True, dict
         return not self.tools and _constraint_fields(self) == _UNCONSTRAINED
 
     def guide(self, bare_calls: bool = False) -> AnswerConstraint | None:
-        """Returns the constraint of forced calls, so that the calls are certain and readable; else as SamplingFields.
+        """Returns the constraint of forced calls, which makes them certain and readable, or else that of the fields.
 
-        ``bare_calls``: the model writes calls as JSON without a text before it, so that the constraint must allow one
-        in place of the answer.
+        ``bare_calls``: the model writes calls as JSON without a text before it, so the constraint must allow a
+        call instead of the answer.
         """
         calling = self.calling
         if isinstance(calling, NamedTool):

@@ -39,7 +39,7 @@ from workers.text.tokenizer import (
     TooManyTokens,
 )
 
-MAX_BEGINNING_TOKENS = 64  # of an answer that the chat template writes, such as <think>
+MAX_BEGINNING_TOKENS = 64  # of the beginning of an answer that the chat template writes, such as <think>
 MAX_CONTINUED_TOKENS = 4096  # of an answer that the client has begun
 MAX_TOKENIZED_TOKENS = 2**18  # of one answer; or the model's max_len, if that is more
 
@@ -107,12 +107,12 @@ def with_few_system_messages(messages: Sequence[dict[str, Any]], kept: int) -> l
 def readers_for(
     request: ChatRequest, setting: str, tokenizer: PromptTokenizer, prompt: Sequence[int]
 ) -> ReaderFactory | None:
-    """Returns a function that makes a reader for each choice; None for an answer that is only text.
+    """Returns the factory of readers, one for each choice; None for an answer that is only text.
 
     ``setting`` is the model's `response_template`. Called after ``chat_prompt``, which rejects tools that the template
-    does not support; ``prompt`` is its result. A reader gets the text with special tokens, since some mark reasoning
-    and calls; the tokens that end an answer are never part of it. Raises ApiError 400 if calls are allowed but could
-    not be read.
+    does not support; ``prompt`` is its result. A reader gets the text with special tokens, since some of them mark
+    reasoning and calls. The tokens that end an answer are never part of the text. Raises ApiError 400 if calls are
+    allowed but could not be read.
     """
     calling = request.calling
     reading = reading_of(setting, tokenizer, calling != "none")
@@ -270,7 +270,7 @@ def _options(
 
 
 def _guide(request: ChatRequest | CompletionRequest, readers: ReaderFactory | None) -> AnswerConstraint | None:
-    """Returns the answer's constraint, after the reasoning, with calls in its place where they are allowed."""
+    """Returns the answer's constraint. It begins after the reasoning, and allows calls instead if the request does."""
     if isinstance(request, CompletionRequest):
         return request.guide()
     markers = AnswerMarkers() if readers is None else readers.markers

@@ -76,7 +76,7 @@ class TagStructure(msgspec.Struct):
 
 
 class StructuralTag(msgspec.Struct, forbid_unknown_fields=True):
-    """vLLM's structural tag of triggers, which are the texts that the beginnings of structures begin with."""
+    """vLLM's structural tag. The ``begin`` of each structure begins with one of the triggers."""
 
     structures: Annotated[list[TagStructure], msgspec.Meta(min_length=1, max_length=MAX_BRANCHES_OF_ONE)]
     triggers: list[str]
@@ -84,7 +84,7 @@ class StructuralTag(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def text_constraint(kind: TextKind, text: str, param: str) -> AnswerConstraint:
-    """Returns the constraint to a grammar's or a regular expression's texts. Raises ApiError 400 over a limit."""
+    """Returns the constraint to texts of a grammar or a regular expression. Raises ApiError 400 over a limit."""
     limit = MAX_TEXT_CHARACTERS if kind == "regex" else MAX_GRAMMAR_CHARACTERS
     if len(text) > limit:
         raise invalid(f"{param}: {len(text)} characters exceed the limit of {limit}", param=param)
@@ -104,7 +104,7 @@ def choice_constraint(choices: list[str], param: str) -> AnswerConstraint:
 
 
 def tag_constraint(tag: StructuralTag, param: str) -> AnswerConstraint:
-    """Returns the constraint to text with parts that match schemas. Raises ApiError 400 for a part as
+    """Returns the constraint to text with parts that match schemas. For each part, raises ApiError 400 like
     ``schema_constraint``."""
     reduction, structures = _Reduction(), []
     for i, structure in enumerate(tag.structures):
@@ -157,7 +157,7 @@ class _Reduction:
         self._values = Counter[str]()
         self._multiple = 1
         self._relaxed = set[str]()
-        self._places: dict[str, Keys] = {}  # of the URIs in the schema, in the constraint
+        self._places: dict[str, Keys] = {}  # URI in the schema -> place in the constraint
         self._references: list[tuple[dict[str, Any], str, Keys]] = []  # with the base URI
 
     def constraint(self, value: Any, param: str, kind: Literal["json", "structural_tag"] = "json") -> AnswerConstraint:
@@ -167,7 +167,7 @@ class _Reduction:
         return AnswerConstraint(text, kind, relaxed=", ".join(sorted(self._relaxed)))
 
     def reduced(self, sent: ClientSchema, root: Keys) -> Any:
-        """Returns the reduced schema, whose root will be at ``root`` of the constraint."""
+        """Returns the reduced schema. Its root will be at ``root`` of the constraint."""
         self._sent, self._places, self._references = sent, {"": root}, []
         schema = self._schema(sent.schema, root, "", 1)
         for reduced, base, keys in self._references:
@@ -239,7 +239,7 @@ class _Reduction:
     def _relaxes(self, schema: Mapping[str, Any], name: str, value: Any) -> bool:
         """Returns whether a keyword is left out, and records it if answers are then less constrained."""
         if name == "oneOf":
-            self._relaxed.add(name)  # kept; the replica takes it as anyOf
+            self._relaxed.add(name)  # kept; the replica treats it as anyOf
             return False
         if name == "format":
             left_out = not isinstance(value, str) or value not in _FORMATS

@@ -1,4 +1,4 @@
-"""The variables of chat templates that say whether, and how long, a model reasons."""
+"""The variables of chat templates that determine whether, and how long, a model reasons."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ _USUAL: tuple[Effort, ...] = ("low", "medium", "high")
 
 
 def template_variables(request: Chat, template: str | None) -> dict[str, Any]:
-    """Returns the variables for a template. Each family has its own names, and ignores those of others:
+    """Returns the variables for a template. Each family has its own names, and ignores the names of others:
 
     - `enable_thinking`: Qwen3, GLM, Gemma; `thinking`: DeepSeek, Granite, Kimi
     - `thinking_budget`: Seed-OSS
     - `reasoning_effort`: gpt-oss, Mistral, GLM; `thinking_effort`: Kimi
 
-    Those of `chat_template_kwargs` come before all others.
+    The variables of `chat_template_kwargs` override all others.
     """
     effort, thinking, budget = request.reasoning_effort, request.thinking, thinking_budget(request)
-    thinks = False if effort == "none" else None  # None: as the template does by itself
+    thinks = False if effort == "none" else None  # None: the default of the template
     if thinking is not None:
         thinks = thinking.type != "disabled"
     variables: dict[str, Any] = {} if thinks is None else {"enable_thinking": thinks, "thinking": thinks}
@@ -34,17 +34,17 @@ def template_variables(request: Chat, template: str | None) -> dict[str, Any]:
 
 
 def thinking_budget(request: Chat) -> int | None:
-    """Returns the most tokens of reasoning; None for no limit of its own."""
+    """Returns the limit on the tokens of reasoning; None if the request sets none."""
     if request.thinking_token_budget is not None or request.thinking is None:
         return request.thinking_token_budget
     return request.thinking.budget_tokens
 
 
 def _nearest(effort: Effort, template: str) -> Effort:
-    """Returns the effort that the template's model knows nearest to ``effort``; of two, the higher one.
+    """Returns the supported effort that is nearest to ``effort``; of two, the higher one.
 
-    A template that raises an error for others, or that compares, names all that it knows. One that names at most one,
-    as its default, prints any; its model was trained with the usual ones.
+    A template that compares efforts, or raises an error for unsupported ones, names all supported efforts. A template
+    that names at most one, as its default, prints any effort; its model was trained with the usual efforts.
     """
     named = [each for each in EFFORTS if f"'{each}'" in template or f'"{each}"' in template]
     known: Sequence[Effort] = named if len(named) > 1 else _USUAL

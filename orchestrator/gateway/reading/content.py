@@ -10,7 +10,7 @@ from typing import Any
 
 import regex
 
-MAX_MATCH_S = 0.25  # for one search of a pattern, which a checkpoint may have written
+MAX_MATCH_S = 0.25  # for one search of a pattern, which may come from a checkpoint
 Pattern = regex.Pattern[str]
 Match = regex.Match[str]
 _PLACEHOLDER = regex.compile(r"\{(\w+(?:\.\w+)*)\}")
@@ -18,7 +18,7 @@ Args = Mapping[str, Any]
 
 
 class Unreadable(ValueError):
-    """A text that is not what its field's parser expects."""
+    """A text that the parser of its field cannot read."""
 
 
 def parse(text: str, name: str, args: Args) -> Any:
@@ -34,8 +34,8 @@ def _text(text: str, args: Args) -> str:
 
 
 def _json(text: str, args: Args) -> Any:
-    """JSON; ``string_delims`` are further quotes of strings, ``unquoted_keys`` allows keys without quotes, and
-    ``allow_non_json`` returns any other text as it is."""
+    """Parses JSON. ``string_delims`` are further quotes of strings, ``unquoted_keys`` allows keys without quotes, and
+    with ``allow_non_json`` any other text is returned unchanged."""
     strings: list[str] = []
     written = text
 
@@ -66,8 +66,8 @@ def _value(text: str, args: Args) -> Any:
 
 
 def _xml_inline(text: str, args: Args) -> dict[str, Any]:
-    """Tags to the groups ``key`` and ``value`` of ``tag_pattern``; with ``merge_duplicates`` those of a key twice are a
-    list."""
+    """Parses tags, by the groups ``key`` and ``value`` of ``tag_pattern``. With ``merge_duplicates``, the values of a
+    repeated key are a list."""
     values: dict[str, Any] = {}
     for match in regex.finditer(args["tag_pattern"], text, regex.DOTALL, timeout=MAX_MATCH_S):
         key, value = match["key"], _value(match["value"] or "", args)
@@ -84,7 +84,7 @@ def _kv_lines(text: str, args: Args) -> dict[str, Any]:
 
 
 def _pythonic(text: str, args: Args) -> list[dict[str, Any]]:
-    """Calls in Python's notation, separated by commas: ``f(a=1), g()``. An extension of the format: Llama writes it."""
+    """Parses calls in Python's notation, separated by commas: ``f(a=1), g()``. It extends the format, for Llama."""
     return [_python_call(call) for call in _elements(ast.parse(f"[{text.strip()}]", mode="eval").body)]
 
 
@@ -153,7 +153,7 @@ def _filled(shape: Any, scope: Mapping[str, Any]) -> Any:
 
 
 def typed(arguments: Mapping[str, Any], properties: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns arguments with the types of a tool's schema, where they are texts and the schema wants another type."""
+    """Returns the arguments, with texts converted where the tool's schema requires another type."""
     result = dict(arguments)
     for key, value in arguments.items():
         types = list(_types(properties.get(key)))

@@ -1,4 +1,4 @@
-"""What the text of an answer is read as, piece by piece."""
+"""The events that the text of an answer is read as, piece by piece."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ class AnswerReader(Protocol):
 
     @property
     def in_reasoning(self) -> bool:
-        """The text that comes next is reasoning, unless it begins with the end of it."""
+        """Returns whether the next text is reasoning, unless it begins with the mark that ends reasoning."""
         ...
 
     def push(self, text: str) -> list[Event]:
-        """Returns the new events that are certain with this piece."""
+        """Returns the new events that this piece makes certain."""
         ...
 
     def flush(self) -> list[Event]:
@@ -57,5 +57,5 @@ class AnswerReader(Protocol):
         ...
 
     def finish_reason(self, reason: str) -> str:
-        """Returns OpenAI's finish reason; ``reason`` is that of an answer without calls. After ``flush``."""
+        """Returns OpenAI's finish reason; ``reason`` is that of an answer without calls. Call it after ``flush``."""
         ...

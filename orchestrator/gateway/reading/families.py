@@ -1,9 +1,11 @@
 """The response templates of families of models, and the choice of a model's template.
 
-1. A family that the spec names.
+The first of these that exists decides:
+
+1. The family that the spec names.
 2. The tokenizer's own `response_template`.
-3. The first family whose signs are in the text of the chat template. Reasoning is read only if the markers of it are,
-   too.
+3. The first family whose signs are in the text of the chat template. Reasoning is read only if the template also
+   contains one of its markers.
 """
 
 from __future__ import annotations
@@ -27,13 +29,13 @@ log = logging.getLogger(__name__)
 
 
 class ModelFamily(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A family of models. ``signs``: texts of chat templates, of which all in one list are in the family's."""
+    """A family of models. A chat template belongs to it if it contains all texts of one list of ``signs``."""
 
     signs: list[list[str]]
     template: dict[str, Any]
     calls: tuple[str, ...] = ()  # the beginnings of calls; "{": a call is JSON without a text before it
     markers: tuple[str, str] | None = None  # around the reasoning
-    content: str = ""  # what begins the content in any answer
+    content: str = ""  # the text that begins the content in every answer; empty: there is none
     ids: Literal["", "mistral", "kimi"] = ""
 
 
@@ -46,7 +48,7 @@ def families() -> Mapping[str, ModelFamily]:
 
 @cache
 def family_template(name: str, *, reasons: bool = True) -> ResponseTemplate:
-    """Returns the template of a family; without ``reasons``, its models have no reasoning."""
+    """Returns the template of a family; without ``reasons``, it has no field for reasoning."""
     family = families()[name]
     template = load_template(family.template, family.ids)
     if reasons:
@@ -65,7 +67,7 @@ def detect_family(chat_template: str | None) -> str | None:
 
 @dataclass(frozen=True)
 class AnswerReading:
-    """How the answers of a model are read. ``dropped`` matches special tokens that are not part of an answer."""
+    """The way in which answers are read. ``dropped`` matches special tokens that are not part of an answer."""
 
     template: ResponseTemplate | None
     dropped: Anchor | None = None
@@ -75,19 +77,19 @@ class AnswerReading:
 
     @property
     def reasons(self) -> bool:
-        """Answers may have reasoning."""
+        """Returns whether answers may have reasoning."""
         return self.template is not None and self.template.reasons
 
     @property
     def calls(self) -> bool:
-        """The model's own form of calls is known."""
+        """Returns whether the model's own format of calls is known."""
         return self.template is not None and self.template.field_of("calls") is not None
 
 
 @lru_cache(maxsize=64)
 def reading_of(setting: str, tokenizer: PromptTokenizer, tools: bool) -> AnswerReading:
-    """Returns how a model's answers are read; ``setting`` is its `response_template`, and ``tools`` selects the chat
-    template."""
+    """Returns the way in which a model's answers are read. ``setting`` is its `response_template` in the spec; with
+    ``tools``, its chat template for tools is used."""
     if setting == "none":
         return AnswerReading(None)
     chat_template = tokenizer.chat_template(tools) or ""
@@ -117,7 +119,7 @@ def call_beginnings(template: ResponseTemplate) -> tuple[str, ...]:
 
 
 def reasoning_markers(template: ResponseTemplate) -> tuple[str, str] | None:
-    """Returns the texts before and after the reasoning; None where it has none, or several."""
+    """Returns the texts before and after the reasoning; None if the template has none, or several."""
     field = template.field_of("reasoning")
     if field is None or field.open is None or field.close is None:
         return None
@@ -129,8 +131,8 @@ def reasoning_markers(template: ResponseTemplate) -> tuple[str, str] | None:
 class ReaderFactory:
     """Makes the readers of a request's answers.
 
-    ``calling`` is none, auto, required, or named, which needs the ``name`` of a tool: a required or named call is JSON
-    with any model. ``prompt`` is the end of the prompt's text."""
+    ``calling`` is none, auto, required, or named, which requires the ``name`` of a tool. With any model, a required or
+    named call is JSON. ``prompt`` is the end of the prompt's text."""
 
     reading: AnswerReading
     calling: str
@@ -161,7 +163,7 @@ class ReaderFactory:
 
     @property
     def markers(self) -> AnswerMarkers:
-        """The texts around what a constraint of the answer is for."""
+        """The texts around the part of the answer that is constrained."""
         reading = self.reading
         if reading.content:
             return AnswerMarkers(reading.beginnings, "", reading.content, opened=True)

@@ -1,8 +1,8 @@
 """Reads answers by response templates, piece by piece.
 
-1. Text outside of all fields is the field without an anchor, or content. Its anchors are the openings of the others.
+1. Text outside of all fields belongs to the field without an anchor, or is content. It ends where another field opens.
 2. The text of a field ends at its own closing anchor only. Reasoning and content are emitted as they arrive, without
-   the spaces at their ends; those around calls are no content.
+   the spaces at their ends. Spaces around calls are not content.
 3. A call whose text is JSON is emitted as it arrives, and ends where the JSON ends; its closing anchor may be missing.
 4. Any other call is emitted at its end, with the types of its tool's schema.
 5. Text that turns out not to be a call is content, unchanged.
@@ -25,13 +25,13 @@ from orchestrator.gateway.reading.content import MAX_MATCH_S, Match, Pattern, Un
 from orchestrator.gateway.reading.events import CallArguments, CallBegin, Content, Event, Reasoning
 from orchestrator.gateway.reading.template import Anchor, ResponseTemplate, TemplateField
 
-MAX_PIECE_CHARACTERS = 512  # that are read at once, so that a search of a pattern is short
-CONTEXT_CHARACTERS = 256  # of earlier text that patterns may look behind at
+MAX_PIECE_CHARACTERS = 512  # that are read at once, which limits the time of a pattern search
+CONTEXT_CHARACTERS = 256  # of earlier text that look-behinds of patterns can match
 _ALPHANUMERIC = string.ascii_letters + string.digits
 
 
 class TemplateReader:
-    """Reads one answer by a template. ``_state`` reads the text from ``_at``, and returns whether to go on."""
+    """Reads one answer by a template. ``_state`` reads the text from ``_at``, and returns whether to continue."""
 
     def __init__(
         self,
@@ -55,12 +55,12 @@ class TemplateReader:
         self._first_call = first_call
         self._text, self._at = "", 0  # what was pushed, and how far it is read
         self._final = False
-        self._silent = False  # it is the prompt's
+        self._silent = False  # the text is that of the prompt, and nothing is emitted
         self._implicit = template.implicit or _ANY
         self._field = self._implicit
         self._state: Callable[[], bool] = self._in_text
-        self._begun = False  # the part of the text has characters
-        self._spaces = ""  # at its end
+        self._begun = False  # the current part has characters
+        self._spaces = ""  # at the end of the current part
         self._spoken: set[str] = set()  # the roles of the texts so far
         self._opening, self._groups = "", dict[str, str]()  # of the call
         self._wants = ""  # the characters that may come next in a list of calls
@@ -73,11 +73,11 @@ class TemplateReader:
 
     @property
     def in_reasoning(self) -> bool:
-        """The text that comes next is reasoning, unless it begins with the end of it."""
+        """Returns whether the next text is reasoning, unless it begins with the mark that ends reasoning."""
         return self._field.role == "reasoning"
 
     def read_prompt(self, text: str) -> None:
-        """Reads the end of the prompt, of which nothing is emitted: chat templates write the beginning of answers."""
+        """Reads the end of the prompt without emitting it: chat templates may write the beginning of an answer."""
         self._silent = self._final = True
         with contextlib.suppress(TimeoutError):
             self._read(self._template.answer_in(text))
@@ -176,7 +176,7 @@ class TemplateReader:
             self._open_call()
 
     def _in_array(self) -> bool:
-        """Reads what is around the calls of a list."""
+        """Reads the characters around the calls of a list."""
         while self._at < len(self._text):
             char = self._text[self._at]
             if char not in SPACE and char not in self._wants:

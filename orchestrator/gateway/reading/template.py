@@ -14,7 +14,7 @@ import regex
 
 from orchestrator.gateway.reading.content import MAX_MATCH_S, PARSERS, Match, Pattern
 
-MAX_ANCHOR_CHARACTERS = 400  # of a text that an anchor matches; longer ones are not anchors
+MAX_ANCHOR_CHARACTERS = 400  # of a text that an anchor matches; longer matches are not anchors
 MAX_PATTERN_CHARACTERS = 4000
 Role = Literal["content", "reasoning", "calls", "other"]
 _ROLES: Mapping[str, Role] = {
@@ -32,7 +32,7 @@ _META = regex.compile(r"(?<!\\)[\[\](){}.*+?|^$]|\\[a-zA-Z]")
 
 
 class BadResponseTemplate(ValueError):
-    """A response template that is not in the format; the text names the field."""
+    """A response template that is not in the format. The text names the field."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,14 +65,15 @@ class Anchor:
 
     @property
     def text(self) -> str | None:
-        """The only text that it matches, apart from spaces at its ends; None where there are several."""
+        """The only text that it matches, apart from spaces at its ends; None if it can match several."""
         bare = self.pattern.pattern.replace(r"\s*", "").replace(r"\n", "")
         return None if _META.search(bare) else regex.sub(r"\\(.)", r"\1", bare)
 
 
 @dataclass(frozen=True, eq=False)
 class TemplateField:
-    """A part of the answer, from its anchor ``open`` to ``close``; None: anywhere else, and to the next field."""
+    """A part of the answer, from the anchor ``open`` to the anchor ``close``. Without ``open``, it is the text that no
+    other field contains. Without ``close``, it ends where the next field begins."""
 
     role: Role
     open: Anchor | None
@@ -85,8 +86,8 @@ class TemplateField:
 
     @property
     def json_call(self) -> Literal["object", "array", "arguments"] | None:
-        """What the text is if it is JSON that is passed on as it arrives: one call, a list of them, or the arguments of
-        a call whose name is in the anchor. None for any other text, which is read as a whole."""
+        """The kind of JSON that is passed on as it arrives: one call, a list of calls, or the arguments of a call whose
+        name is in the anchor. None for any other text, which is read as a whole."""
         function = self.transform.get("function") if isinstance(self.transform, Mapping) else None
         if self.role != "calls" or self.content != "json" or self.args or not isinstance(function, Mapping):
             return None
@@ -112,7 +113,7 @@ class ResponseTemplate:
 
     @property
     def implicit(self) -> TemplateField | None:
-        """The field of text that is in no other field."""
+        """The field for text that is in no other field."""
         return next((field for field in self.fields if field.open is None), None)
 
     def answer_in(self, prompt: str) -> str:
@@ -121,7 +122,7 @@ class ResponseTemplate:
         return prompt[ends[-1] :] if ends else ""
 
     def dropped(self, special_tokens: Iterable[str]) -> Anchor | None:
-        """Returns an anchor of the special tokens that no anchor of a field names; None where there are none."""
+        """Returns an anchor for the special tokens that are in no anchor of a field; None if there are none."""
         anchors = [anchor for field in self.fields for anchor in (field.open, field.close) if anchor is not None]
         named = "\0".join(regex.sub(r"\\(.)", r"\1", anchor.pattern.pattern) for anchor in anchors)
         words = [token for token in special_tokens if token and token not in named]
@@ -129,7 +130,7 @@ class ResponseTemplate:
 
     @property
     def reasons(self) -> bool:
-        """Answers may have reasoning."""
+        """Returns whether answers may have reasoning."""
         return self.field_of("reasoning") is not None
 
 

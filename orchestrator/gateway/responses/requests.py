@@ -51,8 +51,8 @@ Content = str | list[ContentPart] | dict[str, Any] | None  # an object in items 
 
 
 class InputItem(msgspec.Struct, forbid_unknown_fields=True):
-    """One item of the input. Of reasoning, the model gets the content, or else the summary; encrypted reasoning and
-    items of types that are not read here, such as a web search, do not reach it."""
+    """One item of the input. From reasoning, the model gets the content, or else the summary. Encrypted reasoning and
+    items of types that are not read here, such as a web search, do not reach the model."""
 
     type: str | None = None  # null: message
     role: Literal["user", "assistant", "system", "developer"] | None = None
@@ -167,7 +167,7 @@ REPLACEMENTS: Mapping[str, str] = MappingProxyType(  # fields of other APIs, and
         "max_tokens": "max_output_tokens",
         "max_completion_tokens": "max_output_tokens",
         "response_format": 'text: {"format": ...}',
-        "context_management": "none; send the messages that the model shall read",
+        "context_management": "none; send the messages that the model should read",
         "stop": "stop, of /v1/chat/completions",
         "logprobs": "logprobs, of /v1/chat/completions",
         "top_logprobs": "top_logprobs, of /v1/chat/completions",
@@ -244,7 +244,7 @@ def _messages(request: ResponsesRequest) -> list[ChatMessage]:
 
 
 def _add(messages: list[ChatMessage], item: InputItem, where: str) -> None:
-    """Adds an item: calls belong to the assistant's message before them, and reasoning to that behind it."""
+    """Adds an item. Calls belong to the assistant's message before them, and reasoning to the message after it."""
     last = messages[-1] if messages and messages[-1].role == "assistant" else None
     match item.type:
         case "reasoning":

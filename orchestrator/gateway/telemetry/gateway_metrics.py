@@ -171,8 +171,8 @@ class GatewayMetrics:
         self._refused[(model if model in self._names and model is not None else "", str(status), code)] += 1
 
     def unknown(self, fields: Iterable[str]) -> None:
-        """Counts the unknown fields of a request, by their paths without places in lists. Clients may send any name:
-        further ones than the first, and long ones, are `other`."""
+        """Counts the unknown fields of a request, by their paths without places in lists. Since clients may send any
+        name, only the first ``MAX_FIELDS`` names are counted by name. Others, and long ones, are `other`."""
         for field in fields:
             known = (field,) in self._unknown or (len(self._unknown) < MAX_FIELDS and _FIELD.fullmatch(field))
             self._unknown[(field if known else OTHER,)] += 1
@@ -240,7 +240,7 @@ class GatewayMetrics:
         yield by_label("corewright_encoded_inputs", "counter", help, ("model", "replica"), inputs)
         help = "Requests answered with an error, by status and code."
         yield by_label("corewright_requests_refused", "counter", help, ("model", "status", "code"), self._refused)
-        help = "Unknown fields of requests, which change nothing, by path."
+        help = "Unknown fields of requests, which are ignored, by path."
         yield by_label("corewright_unknown_fields", "counter", help, ("field",), self._unknown)
         help = "Requests moved to another replica, by cause."
         yield by_label("corewright_request_retries", "counter", help, ("model", "kind"), self._retries)

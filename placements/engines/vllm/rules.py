@@ -90,7 +90,7 @@ def _has_quantized_folder(case: Case) -> bool:
 
 
 def plugin_embeds(case: Case) -> Iterator[Problem]:
-    """The plugin serves pooling models, and has a class of the embedding model's family."""
+    """The plugin serves pooling models, and has a class for the family of the embedding model."""
     for release in releases(case) if case.model.kind == "embedding" else ():
         others = case.engines_of("torch-neuronx", "cpu")
         hint = f"use engine: {others}" if others else "use another engine"

@@ -104,7 +104,7 @@ def test_a_message_does_not_depend_on_how_its_text_is_cut(
 def test_a_joined_message_equals_the_one_that_is_not_streamed(
     text: str, cuts: list[int], finish: FinishReason, calling: str
 ) -> None:
-    """Where every call is complete, or is the whole answer; its tokens are counted alike."""
+    """This holds if every call is complete, or is the whole answer. The counts of tokens agree, too."""
     streamed, whole = message(text, cuts, finish, calling), whole_message(text, cuts, finish, calling)
 
     assert streamed == whole
@@ -154,7 +154,7 @@ def test_a_response_does_not_depend_on_how_its_text_is_cut(
 def test_a_joined_response_equals_the_one_that_is_not_streamed(
     text: str, cuts: list[int], finish: FinishReason, calling: str
 ) -> None:
-    """As with Messages."""
+    """The same holds for Messages."""
     streamed = joined_response(response_stream(text, cuts, finish, calling))
 
     assert without_call_ids(streamed) == without_call_ids(whole_response(text, cuts, finish, calling))
@@ -209,7 +209,7 @@ def test_a_joined_chat_equals_the_one_that_is_not_streamed(text: str, cuts: list
 
 
 def test_tokens_of_reasoning_are_counted() -> None:
-    """Those that the reader read as reasoning, with the mark before it, and not those of the call behind it."""
+    """The count includes the mark before the reasoning, and excludes the call after it."""
     tokens = events_of(f"Hm, well.</think>{CALL}", (3, 9, 17, 30), FinishReason.STOP)
     choice = choice_for("thinking", streamed=False)
     choice.read(TokenEvent(id="r", text="<think>", token_ids=[5]))
@@ -244,7 +244,7 @@ def test_a_stream_that_leaves_reasoning_out_gets_pings() -> None:
 
 
 def test_reasoning_that_is_hidden_is_counted() -> None:
-    """Of a client that has not requested it."""
+    """The client has not requested it."""
     choice = choice_for("thinking", streamed=True)
     choice.shows_reasoning = False
 

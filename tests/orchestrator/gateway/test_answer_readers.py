@@ -1,4 +1,4 @@
-"""Reasoning and calls in a model's text: what is read, what stays text, and that cuts of the text do not matter."""
+"""Reasoning and calls are read from a model's text, other text stays text, and cuts of the text do not matter."""
 
 from __future__ import annotations
 
@@ -48,28 +48,28 @@ CONVERSATIONS = json.loads(Path(__file__).with_name("answers_of_families.json").
 OURS = ("llama4", "gemma3")  # calls in Python's notation are no part of transformers' format
 
 
-@pytest.mark.parametrize("told", CONVERSATIONS, ids=lambda told: told["family"])
+@pytest.mark.parametrize("answer", CONVERSATIONS, ids=lambda answer: answer["family"])
 @pytest.mark.parametrize("streamed", [True, False])
-def test_an_answer_of_each_family_is_read_in_any_chunks(told: dict[str, Any], streamed: bool) -> None:
-    """In its documented form: whole, and cut at every character and after every second and seventh."""
+def test_an_answer_of_each_family_is_read_in_any_chunks(answer: dict[str, Any], streamed: bool) -> None:
+    """The answer has its documented form. It is whole, or cut after every character, every second or every seventh."""
     properties = {tool["name"]: tool["parameters"]["properties"] for tool in TYPED}
-    reading = AnswerReading(family_template(told["family"]))
-    factory = ReaderFactory(reading, "auto", tools=properties, prompt=told["prompt"], streamed=streamed)
+    reading = AnswerReading(family_template(answer["family"]))
+    factory = ReaderFactory(reading, "auto", tools=properties, prompt=answer["prompt"], streamed=streamed)
 
-    read = [message(factory, told["text"], size) for size in (1, 2, 7, len(told["text"]))]
+    read = [message(factory, answer["text"], size) for size in (1, 2, 7, len(answer["text"]))]
 
-    assert read == [{"reasoning": "", "content": "", "calls": [], **told["message"]}] * 4
+    assert read == [{"reasoning": "", "content": "", "calls": [], **answer["message"]}] * 4
 
 
 @pytest.mark.parametrize(
-    "told", [told for told in CONVERSATIONS if told["family"] not in OURS], ids=lambda told: told["family"]
+    "answer", [answer for answer in CONVERSATIONS if answer["family"] not in OURS], ids=lambda answer: answer["family"]
 )
-def test_transformers_reads_the_same_message(told: dict[str, Any]) -> None:
-    """Its parser of response templates, with the template of the family."""
+def test_transformers_reads_the_same_message(answer: dict[str, Any]) -> None:
+    """Its parser of response templates gets the template of the family."""
     chat_parsing = pytest.importorskip("transformers.utils.chat_parsing")
-    template = families()[told["family"]].template
+    template = families()[answer["family"]].template
 
-    parsed = chat_parsing.parse_response(told["text"], template, prefix=told["prompt"], tools=TYPED)
+    parsed = chat_parsing.parse_response(answer["text"], template, prefix=answer["prompt"], tools=TYPED)
 
     values = [value for name, field in parsed.items() if name.startswith("tool_calls") for value in field]
     calls = [value["function"] for value in values]
@@ -77,11 +77,11 @@ def test_transformers_reads_the_same_message(told: dict[str, Any]) -> None:
         "reasoning": parsed.get("reasoning_content", ""),
         "content": parsed.get("content", ""),
         "calls": [[call["name"], call["arguments"]] for call in calls],
-    } == {"reasoning": "", "content": "", "calls": [], **told["message"]}
+    } == {"reasoning": "", "content": "", "calls": [], **answer["message"]}
 
 
 def test_the_model_reasons_if_the_prompt_ends_so() -> None:
-    """The chat template writes the beginning, or an empty reasoning."""
+    """The chat template writes the beginning of the reasoning, or an empty one."""
     for prompt, reasons in (("<think>\n", True), ("<think>\n\n</think>\n\n", False), ("", False)):
         reading = AnswerReading(family_template("hermes"), markers=("<think>", "</think>"))
         factory = ReaderFactory(reading, "auto", prompt=f"<|im_start|>assistant\n{prompt}")
@@ -90,7 +90,7 @@ def test_the_model_reasons_if_the_prompt_ends_so() -> None:
 
 @pytest.mark.parametrize("size", [1, 3, 100])
 def test_special_tokens_that_mark_nothing_are_dropped(size: int) -> None:
-    """From reasoning and content; those of the template stay markers."""
+    """They are dropped from reasoning and content. Those in the template remain markers."""
     template = family_template("hermes")
     dropped = template.dropped(["<|im_start|>", "<tool_call>", "</think>", "<|im|>"])
     text = '<think>a<|im_start|>b</think>c<|im|>d <tool_call>{"name": "f", "arguments": {}}</tool_call>'
@@ -114,7 +114,7 @@ def test_special_tokens_that_mark_nothing_are_dropped(size: int) -> None:
     ],
 )
 def test_a_template_that_is_not_in_the_format_is_rejected(change: dict[str, Any], says: str) -> None:
-    """With the field, and what is wrong with it."""
+    """The error names the field and the fault."""
     with pytest.raises(BadResponseTemplate, match=re.escape(says)):
         load_template({"start_anchor": "<a>", "fields": {"content": {}}, **change})
 
@@ -406,7 +406,7 @@ CUTS = st.lists(st.integers(0, 10_000), max_size=12)
 
 def pieces_of(family: str) -> list[str]:
     """The marks in the family's answers, halves of them, and what is between."""
-    texts = [told["text"] for told in CONVERSATIONS if told["family"] == family]
+    texts = [answer["text"] for answer in CONVERSATIONS if answer["family"] == family]
     marks = [mark for text in texts for mark in re.split(r"(<[^>]*>|\[[A-Z_/]+\]|[;\[\]`]+)", text) if mark]
     return [*dict.fromkeys([*marks, *(mark[:4] for mark in marks), *(mark[4:] for mark in marks if len(mark) > 4)])]
 

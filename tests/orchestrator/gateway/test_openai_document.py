@@ -1,5 +1,5 @@
-"""Answers and requests by OpenAI's own OpenAPI document: ``OPENAI_OPENAPI`` names its file, openapi.json or
-openapi.yaml of a checkout of openai/openai-openapi. Without it the tests skip."""
+"""Answers and requests are valid by OpenAI's own OpenAPI document. ``OPENAI_OPENAPI`` is the path of its file,
+openapi.json or openapi.yaml in a checkout of openai/openai-openapi. The tests skip if it is not set."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _with_nulls(value: Any) -> Any:
 
 
 def problems(kind: str, value: Any) -> list[str]:
-    """What is wrong with a value by a schema of the document."""
+    """Returns the errors of a value by a schema of the document."""
     schema = {"$ref": f"#/components/schemas/{kind}", "components": document()["components"]}
     errors = jsonschema.Draft202012Validator(schema).iter_errors(value)
     return [f"{kind}{error.json_path[1:]}: {_deepest(error).message[:300]}" for error in errors]
@@ -97,8 +97,8 @@ def test_chats_are_valid(place: Place, says: str, fields: Json) -> None:
 
 @pytest.mark.parametrize("fields", [{}, {"echo": True}, {"n": 2}])
 def test_completions_are_valid(place: Place, fields: Json) -> None:
-    """Whole and streamed; the document has no schema for parts of a stream, of which only the last has a finish
-    reason."""
+    """They are whole and streamed. The document has no schema for the parts of a stream, of which only the last has a
+    finish reason."""
     text: Json = {"messages": None, "prompt": "x", **fields}
 
     assert problems("CreateCompletionResponse", place.ask("Hello.", "/v1/completions", **text).json()) == []
@@ -144,7 +144,7 @@ def test_responses_are_valid(place: Place, says: str, fields: Json) -> None:
 
 
 def test_embeddings_are_valid(served: LiveGateway) -> None:
-    """As numbers; the document has no schema of base64."""
+    """They are sent as numbers, since the document has no schema of base64."""
     answer = served.http.post("/v1/embeddings", json={"model": "e", "input": ["a", "b"]}).json()
     assert problems("CreateEmbeddingResponse", answer) == []
 
@@ -181,7 +181,7 @@ def properties(schema: Json) -> Json:
 
 
 def defaults(schema: Json) -> Iterator[Any]:
-    """The defaults that a property names, also in its references."""
+    """Returns the defaults of a property, including those of its references."""
     if "$ref" in schema:
         yield from defaults(document()["components"]["schemas"][schema["$ref"].rpartition("/")[2]])
     if "default" in schema:
@@ -192,7 +192,7 @@ def defaults(schema: Json) -> Iterator[Any]:
 
 @pytest.mark.parametrize("kind", PLAIN)
 def test_no_field_is_refused_as_null_or_with_its_default(kind: str) -> None:
-    """Of all that the document has, except those that a request must have."""
+    """The test covers all fields of the document, except the required ones."""
     path, plain = PLAIN[kind]
     reads = next(route.reads for route in ROUTES if route.path == path)
     assert reads is not None

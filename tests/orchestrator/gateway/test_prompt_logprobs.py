@@ -72,7 +72,7 @@ def test_the_requests_of_lm_eval_get_the_logprobs_of_prompt_and_answer(served: L
 
 
 def test_the_offsets_of_an_echo_are_those_of_its_text(served: LiveGateway) -> None:
-    """A special token that is not in the text of the prompt has no length."""
+    """The length of a special token that is not in the text of the prompt is 0."""
     (choice,) = posted(served, prompt=TEXT, logprobs=0, echo=True)["choices"]
 
     tokens, offsets = choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"]
@@ -110,8 +110,8 @@ def test_a_streamed_echo_has_the_same_logprobs(served: LiveGateway) -> None:
 
 @pytest.mark.parametrize("chat", [False, True])
 def test_prompt_logprobs_have_vllms_shape(served: LiveGateway, model: Any, chat: bool) -> None:
-    """By id, with logprob, rank and text: the prompt's own token, and the most probable ones; beside the choices of a
-    chat, in each choice of a completion."""
+    """Each entry has the prompt's own token and the most probable ones by id, with logprob, rank and text. The list is
+    beside the choices of a chat, and in each choice of a completion."""
     fields: dict[str, Any] = {"prompt_logprobs": 2, "return_token_ids": True}
     if chat:
         message = {"role": "user", "content": "What is a NeuronCore?"}

@@ -131,7 +131,7 @@ REFUSALS: list[tuple[dict[str, Any], str, str]] = [
 def test_a_constraint_that_cannot_be_followed_is_refused_by_its_own_name(
     place: Place, fields: dict[str, Any], param: str, says: str
 ) -> None:
-    """By the gateway or by the replica."""
+    """The gateway or the replica refuses it."""
     answer = place.ask(**fields)
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, param), error
@@ -139,7 +139,7 @@ def test_a_constraint_that_cannot_be_followed_is_refused_by_its_own_name(
 
 
 def test_a_keyword_that_is_not_supported_is_named_with_its_tool(place: Place) -> None:
-    """In a forced call. Where a call is not forced, nothing constrains it."""
+    """This applies to forced calls. Other calls are not constrained."""
     wrong = {"name": "g", "parameters": {"type": "object", "properties": {"x": {"not": {"type": "null"}}}}}
     tools = [{"type": "function", "function": function} for function in (FUNCTION, wrong)]
     for choice in ("required", {"type": "function", "function": {"name": "g"}}):
@@ -176,7 +176,7 @@ def test_keywords_that_do_not_constrain_the_answer_are_named_in_a_header(place: 
 
 @pytest.mark.parametrize("model", ["hermes", "mistral", "llama3"])
 def test_with_tools_the_answer_is_a_call_or_matches_the_schema(place: Place, model: str) -> None:
-    """Free text after the family's opening text, or, for calls without one, a call that matches its tool's schema."""
+    """A call is free text after the family's opening text. Without an opening text, it matches its tool's schema."""
     fields: dict[str, Any] = {"tools": [{"type": "function", "function": FUNCTION}], "response_format": FORMAT}
     fields["model"] = model
     mark = {str(place.marks[model]): 100}
@@ -203,7 +203,7 @@ def test_with_tools_the_answer_is_a_call_or_matches_the_schema(place: Place, mod
 )
 @pytest.mark.parametrize("forced", [False, True])
 def test_the_other_apis_take_tools_and_a_format_too(place: Place, path: str, fields: Any, forced: bool) -> None:
-    """A forced call is a call alone: the format is for a later answer."""
+    """With a forced call, the answer is only the call: the format is for a later answer."""
     fields = json.loads(
         json.dumps(fields).replace('"FORMAT"', json.dumps({"type": "json_schema", "name": "x", "schema": CITY}))
     )

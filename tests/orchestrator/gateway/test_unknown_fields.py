@@ -1,4 +1,4 @@
-"""One rule for fields that the gateway does not know, at every depth of all APIs: docs/api.md, "Unknown fields"."""
+"""All APIs apply one rule to unknown fields, at every depth: docs/api.md, "Unknown fields"."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ NESTED: list[tuple[str, Json, list[str]]] = [
 
 @pytest.mark.parametrize(("kind", "fields", "names"), NESTED)
 def test_an_unknown_field_is_left_out_and_reported_by_its_path(kind: str, fields: Json, names: list[str]) -> None:
-    """Without places in lists, once for all of them; with ``strict`` it is an error with its place."""
+    """The path has no places in lists, and is reported once. With ``strict``, the field is an error with its place."""
     request, unknown = read(kind, fields)
 
     assert unknown == names
@@ -80,7 +80,7 @@ def test_an_unknown_field_is_left_out_and_reported_by_its_path(kind: str, fields
 @given(st.dictionaries(st.text(max_size=4), st.none() | st.integers() | st.text(max_size=3) | st.just({"x": [{}]})))
 @search()
 def test_unknown_fields_do_not_change_a_request(fields: Json) -> None:
-    """Whatever their names and values are; a known one among them may be refused."""
+    """Names and values are arbitrary. A field that happens to be known may be refused."""
     try:
         request, unknown = read("ChatRequest", {"messages": [{**fields, "role": "user", "content": "x"}]})
     except ApiError:
@@ -108,7 +108,7 @@ IMAGINED = [
 
 @pytest.mark.parametrize(("kind", "name"), IMAGINED)
 def test_what_would_change_the_answer_is_refused_unless_it_is_empty(kind: str, name: str) -> None:
-    """By its path, with what to send instead."""
+    """The error has its path and its replacement."""
     empty: Any
     for empty in (None, False, [], ""):
         assert read(kind, {name: empty})[1] == []
@@ -118,7 +118,7 @@ def test_what_would_change_the_answer_is_refused_unless_it_is_empty(kind: str, n
 
 
 def test_a_value_that_is_the_default_is_accepted() -> None:
-    """Of fields that are refused with another one, also inside a message."""
+    """These fields are refused with another value, also inside a message."""
     message = {"role": "assistant", "content": "a", "audio": None}
     given = {"modalities": ["text"], "best_of": 1, "length_penalty": 1.0, "spaces_between_special_tokens": True}
     assert read("ChatRequest", {**given, "messages": [message]})[1] == []
@@ -128,7 +128,7 @@ def test_a_value_that_is_the_default_is_accepted() -> None:
 
 
 def test_the_fields_are_counted_by_name_up_to_a_limit() -> None:
-    """Clients may send any name: long ones, odd ones and further ones are one series."""
+    """Clients may send any name. Long names, unusual ones, and those over the limit share one series."""
     metrics = GatewayMetrics()
     metrics.unknown(["a", "x" * 65, 'b"}\n'])
     metrics.unknown(["a", *(f"f{number}" for number in range(100))])
@@ -153,7 +153,7 @@ def test_the_gateway_counts_and_with_a_header_refuses(gateway: LiveGateway) -> N
 
 
 def test_tools_that_do_not_run_here_are_named_in_a_header(gateway: LiveGateway) -> None:
-    """In ASCII, whatever their names are."""
+    """The header is ASCII, even if their names are not."""
     tools = [{"type": "web_search"}, {"type": "custom", "name": "é\r\nx: y"}]
 
     answer = gateway.http.post("/v1/responses", json={"model": "m", "input": "x", "tools": tools})

@@ -17,7 +17,7 @@ MARKS = ReasoningMarks([1, 2], 3)
 
 
 def forced(budget: ReasoningBudget, tokens: list[int]) -> list[int | None]:
-    """The id that is forced before each token, and after the last."""
+    """Returns the ids that are forced before each token and after the last one."""
     ids = [budget.forced]
     for token in tokens:
         budget.record(token)
@@ -39,7 +39,7 @@ def forced(budget: ReasoningBudget, tokens: list[int]) -> list[int | None]:
 def test_only_the_end_may_follow_a_budget_that_is_used_up(
     prompt: list[int], tokens: list[int], ids: list[int | None]
 ) -> None:
-    """Wherever the reasoning began; the budget is that of all reasoning in the answer."""
+    """The reasoning may begin anywhere. All reasoning in the answer shares the budget."""
     assert forced(ReasoningBudget(2, MARKS, prompt), tokens) == ids
 
 
@@ -69,7 +69,7 @@ def test_the_marks_are_those_of_the_chat_template(tokenizer: Tokenizer, tmp_path
 def test_a_batcher_ends_the_reasoning(
     temperature: float, budget: int | None, length: int | None, tokenizer: Tokenizer
 ) -> None:
-    """Beside a request without a budget; a budget that `max_tokens` never reaches changes nothing."""
+    """A request without a budget runs in the same batch. A budget that `max_tokens` never reaches has no effect."""
     marks = reasoning_marks(tokenizer)
     assert marks is not None
     limits = {"max_tokens": 40, "temperature": temperature, "seed": 1, "ignore_eos": True}

@@ -354,7 +354,7 @@ def test_eos_ends_the_answer_and_is_not_text(server: FakeServer, relay: Completi
 def test_logprobs_of_the_prompt_come_before_those_of_the_answer(
     server: FakeServer, relay: CompletionRelay, received: Received
 ) -> None:
-    """The server echoes the prompt for them, in the first chunk; each side gets as many alternatives as it wants."""
+    """The server echoes the prompt for them, in the first chunk; each side gets the alternatives that it requests."""
 
     async def echoed(server: FakeServer, body: dict[str, Any], response: web.StreamResponse) -> None:
         logprobs = {

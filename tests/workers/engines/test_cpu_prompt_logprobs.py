@@ -25,7 +25,7 @@ COUNTS = [0, 2, 5, 3, 20]
 
 
 def by_transformers(generate: Reference, prompt: Sequence[int]) -> torch.Tensor:
-    """``[len(prompt) - 1, vocab_size]``, of the tokens from the second on."""
+    """Returns ``[len(prompt) - 1, vocab_size]``, for the second and later tokens."""
     with torch.inference_mode():
         logits = generate.model(torch.tensor([list(prompt)])).logits
     return logits[0, :-1].float().log_softmax(-1)
@@ -58,8 +58,8 @@ def check(items: Sequence[TokenLogprobs], prompt: Sequence[int], count: int, rig
 def test_prompts_have_the_logprobs_of_transformers(
     checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch, family: str, how: dict[str, Any]
 ) -> None:
-    """Beside requests without them: in batches, chunks and buckets, and after another prompt has cached the prefix; and
-    token by token, as on engines whose graphs return the logits of one position."""
+    """Requests without them run in the same batch. Prompts run in chunks and buckets, and after another one has cached
+    their prefix; and token by token, as on engines whose graphs return the logits of one position."""
     how = dict(how)
     if how.pop("by_steps", False):
         without_scores(monkeypatch)

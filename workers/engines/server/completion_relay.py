@@ -399,7 +399,7 @@ class CompletionRelay:
             raise ServerError("the server ended its answer without a finish reason", UNAVAILABLE)
 
     def _embedded(self, live: _Live, data: bytes, began_at: float) -> None:
-        """Emit the vectors. How long their batches took is not known: the server computes several requests together."""
+        """Emit the vectors. The duration of their batches is unknown: the server computes several requests together."""
         self._count(sum(len(input.ids) for input in live.inputs))
         took_s = self._clock() - began_at
         *parts, last = encoded_events(live.id, data, took_s, took_s)
@@ -545,7 +545,7 @@ class CompletionRelay:
 
 
 def _cut(items: list[TokenLogprobs], count: int | None) -> list[TokenLogprobs]:
-    """Keeps ``count`` alternatives of each: the server gives as many as prompt or answer needs at most."""
+    """Keeps ``count`` alternatives of each: the server returns the larger of the counts for prompt and answer."""
     return [msgspec.structs.replace(item, top=item.top[: count or 0]) for item in items]
 
 

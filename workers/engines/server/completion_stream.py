@@ -1,9 +1,9 @@
-"""Requests to a server's ``/v1/completions`` and ``/v1/embeddings`` with token ids, and what it answers.
+"""Requests to a server's ``/v1/completions`` and ``/v1/embeddings`` with token ids, and the readers of its answers.
 
 Pure. The facts about vLLM's server are of 0.11 to 0.32, measured or read:
 
-- Only a finish reason is success. A stream has status 200 and ends with ``[DONE]`` for a rejected request, too.
-- Sampling defaults come from the checkpoint, so that every parameter is named. Unknown fields are accepted silently.
+- Only a finish reason is success. The stream of a rejected request also has status 200 and ends with ``[DONE]``.
+- Sampling defaults come from the checkpoint, so requests name every parameter. Unknown fields are accepted silently.
 - A chunk may have several tokens, and the first event of a stream comes before the request has a slot.
 """
 

@@ -312,7 +312,7 @@ def _width(address: Address, model: str, key: str) -> int:
 
 
 def _check_pooling(source: Path) -> None:
-    """Raises EngineLoadError for a folder whose vectors vLLM would compute in another way than the other engines."""
+    """Raises EngineLoadError for a folder for which vLLM and the other engines would compute different vectors."""
     layout = read_layout(source, "embedding")
     fact = ""
     if not (source / "modules.json").is_file():
