@@ -284,6 +284,8 @@ UNHARMED = [
     ("mistral", "[TOOL_CALLS]" + "x" * 500 + "{}"),
     ("mistral", "[TOOL_CALLS]" + " " * 500 + '[{"name": "f", "arguments": {}}]'),
     ("mistral", "[TOOL"),
+    ("gemma3", "```tool_code\nf()], [g()\n```"),
+    ("gemma3", "```tool_code\nf(**{'a': 1})\n```"),
 ]
 
 
