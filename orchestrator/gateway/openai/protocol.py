@@ -256,6 +256,11 @@ class Tool(msgspec.Struct, forbid_unknown_fields=True):
             return self.function.parameters
         return {"type": "object", "properties": {}}
 
+    def properties(self) -> Mapping[str, Any]:
+        """Returns the schemas of the arguments; empty where the client's are not an object."""
+        properties = self.schema().get("properties")
+        return properties if isinstance(properties, dict) else {}
+
 
 class FunctionName(msgspec.Struct, forbid_unknown_fields=True):
     name: str
