@@ -164,6 +164,8 @@ class ReaderFactory:
         """The texts around what a constraint of the answer is for."""
         reading = self.reading
         if reading.content:
+            if reading.template is not None and reading.content in reading.template.answer_in(self.prompt):
+                return AnswerMarkers(reading.beginnings)  # the client has begun the content
             return AnswerMarkers(reading.beginnings, "", reading.content, opened=True)
         if reading.markers is None:
             return AnswerMarkers(reading.beginnings)
