@@ -115,7 +115,7 @@ class Batcher(StepLoop[AcceptedRequest, list[tuple[int, AcceptedRequest]]]):
             ending_ids |= guide.eos_ids
         elif not request.ignore_eos:
             ending_ids |= self._spec.eos_token_ids
-        budget = start_budget(request, self._reasoning_marks)
+        budget = start_budget(request, self._reasoning_marks, self._spec.eos_token_ids)
         stream = self._tokenizer.stream(request.prompt_ids, request.skip_special_tokens)
         accepted = AcceptedRequest(
             request,

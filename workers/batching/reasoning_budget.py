@@ -36,25 +36,28 @@ def reasoning_marks(tokenizer: Tokenizer) -> ReasoningMarks | None:
     return None
 
 
-def start_budget(request: GenerateRequest, marks: ReasoningMarks | None) -> ReasoningBudget | None:
+def start_budget(
+    request: GenerateRequest, marks: ReasoningMarks | None, eos_ids: frozenset[int]
+) -> ReasoningBudget | None:
     """Returns the budget of a request; None if the answer cannot exhaust it. If a constraint applies from the first
-    token, the model cannot reason."""
+    token, the model cannot reason. The prompt up to the last of ``eos_ids`` does not belong to the answer."""
     budget, guide = request.reasoning_budget, request.guide
     if budget is None or budget >= request.max_tokens or marks is None or (guide and not guide.markers.close):
         return None
-    return ReasoningBudget(budget, marks, request.prompt_ids)
+    return ReasoningBudget(budget, marks, request.prompt_ids, eos_ids)
 
 
 class ReasoningBudget:
     """The reasoning of one answer, and the rest of its budget. Used by one thread at a time."""
 
-    def __init__(self, budget: int, marks: ReasoningMarks, prompt_ids: Sequence[int]) -> None:
+    def __init__(self, budget: int, marks: ReasoningMarks, prompt_ids: Sequence[int], eos_ids: frozenset[int]) -> None:
         self._left = budget
         self._marks = marks
         self._last: list[int] = []  # the last tokens, as many as ``begin`` has
         self._is_open = False
         for token in prompt_ids[-PROMPT_END_TOKENS:]:
             self._follow(token)
+            self._is_open = self._is_open and token not in eos_ids  # a user's text may name the begin
 
     @property
     def forced(self) -> int | None:

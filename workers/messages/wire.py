@@ -24,7 +24,7 @@ import msgspec
 
 from workers.messages.requests import GenerateRequest, TokenEvent
 
-PROTOCOL = 3
+PROTOCOL = 4
 MAX_FRAME_BYTES = 2**20  # a larger length means a broken or foreign peer
 MAX_MESSAGE_BYTES = 16 * 2**20  # far above the longest prompt, and above a step of 128 requests with logprobs
 _LENGTH_BYTES = 4

@@ -256,6 +256,11 @@ class Tool(msgspec.Struct, forbid_unknown_fields=True):
             return self.function.parameters
         return {"type": "object", "properties": {}}
 
+    def properties(self) -> Mapping[str, Any]:
+        """Returns the schemas of the arguments; empty where the client's are not an object."""
+        properties = self.schema().get("properties")
+        return properties if isinstance(properties, dict) else {}
+
 
 class FunctionName(msgspec.Struct, forbid_unknown_fields=True):
     name: str
@@ -544,7 +549,7 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True, dict
         guide = super().guide()
         if guide is None or calling != "auto" or not bare_calls:
             return guide
-        if guide.kind != "json" or self.response_format is None:
+        if self.response_format is None or self.guided_by != "response_format":
             message = f"{self.guided_by} cannot be combined with this model's tool calls; send response_format"
             raise invalid(message, param=self.guided_by)
         return calls_constraint(self._schemas(), instead=self.format_schema(self.response_format))

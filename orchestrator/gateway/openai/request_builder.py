@@ -86,21 +86,29 @@ def with_few_system_messages(messages: Sequence[dict[str, Any]], kept: int) -> l
     """Returns the messages with at most ``kept`` system messages, at their beginning, for templates that refuse more.
     The text of the others is added to a user's message: to the next one if it follows at once, else to the last one
     before."""
+    followed = []  # by a message of a user, after any system messages
+    following = "user"
+    for message in reversed(messages):
+        following = following if message["role"] in SYSTEM_ROLES else message["role"]
+        followed.append(following == "user")
+    followed.reverse()
     few: list[dict[str, Any]] = []
+    texts: dict[int, list[str]] = {}  # of the messages of users, by their places in ``few``; joined at the end
     waiting: list[str] = []  # texts for the next message of a user
+    last: int | None = None  # the place of the last message of a user
     for position, message in enumerate(messages):
-        following = next((each["role"] for each in messages[position:] if each["role"] not in SYSTEM_ROLES), "user")
-        last = next((each for each in reversed(few) if each["role"] == "user"), None)
         if message["role"] in SYSTEM_ROLES and position >= kept:
-            if last is None or (following == "user" and few[-1] is not last):
+            if last is None or (followed[position] and last != len(few) - 1):
                 waiting.append(message["content"])
             else:
-                last["content"] = f"{last['content']}\n\n{message['content']}"
-        elif message["role"] == "user" and waiting:
-            few.append({**message, "content": "\n\n".join([*waiting, message["content"]])})
-            waiting = []
-        else:
-            few.append(dict(message))
+                texts[last].append(message["content"])
+            continue
+        if message["role"] == "user":
+            last = len(few)
+            texts[last], waiting = [*waiting, message["content"]], []
+        few.append(dict(message))
+    for place, parts in texts.items():
+        few[place]["content"] = "\n\n".join(parts)
     return [*few, {"role": "user", "content": "\n\n".join(waiting)}] if waiting else few
 
 
@@ -135,7 +143,7 @@ def readers_for(
         reading,
         "named" if isinstance(calling, NamedTool) else calling,
         calling.function.name if isinstance(calling, NamedTool) else "",
-        {tool.function.name: tool.schema().get("properties") or {} for tool in tools},
+        {tool.function.name: tool.properties() for tool in tools},
         tokenizer.decode(prompt[-seen:]) if seen else "",
         streamed=bool(request.stream),
         only_one=request.parallel_tool_calls is False,

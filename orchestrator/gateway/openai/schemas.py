@@ -176,9 +176,11 @@ class _Reduction:
 
     def _place(self, reference: Any, base: str, keys: Keys) -> str:
         """Returns a reference from the constraint's root."""
+        if not isinstance(reference, str):
+            raise self._refused(keys, "is not a URI reference")
         try:
             uri, _, fragment = (base + reference if reference[:1] == "#" else urljoin(base, reference)).partition("#")
-        except (TypeError, ValueError):
+        except ValueError:
             raise self._refused(keys, "is not a URI reference") from None
         points = fragment[:1] in ("", "/")
         place = self._places.get(uri if points else f"{uri}#{fragment}")
@@ -248,7 +250,8 @@ class _Reduction:
             left_out = changes = isinstance(value, str) and bool(_LOOK_AROUND.search(value.replace(r"\\", "")))
         elif name in ("minProperties", "maxProperties"):  # llguidance counts only properties that are required
             named, required = schema.get("properties"), schema.get("required")
-            optional = isinstance(named, Mapping) and set(named) - set(required if isinstance(required, list) else ())
+            always = {key for key in required if isinstance(key, str)} if isinstance(required, list) else set()
+            optional = isinstance(named, Mapping) and set(named) - always
             left_out = changes = bool(optional)
         else:
             left_out, changes = name in _RELAXED, name not in _NEUTRAL or value != _NEUTRAL[name]

@@ -89,12 +89,13 @@ def _pythonic(text: str, args: Args) -> list[dict[str, Any]]:
 
 
 def _elements(tree: ast.expr) -> list[ast.expr]:
-    assert isinstance(tree, ast.List)
+    if not isinstance(tree, ast.List):
+        raise Unreadable("it is not a list of calls")
     return tree.elts
 
 
 def _python_call(call: ast.expr) -> dict[str, Any]:
-    if not isinstance(call, ast.Call) or call.args:
+    if not isinstance(call, ast.Call) or call.args or any(keyword.arg is None for keyword in call.keywords):
         raise Unreadable("it is not a call with named arguments")
     arguments = {str(keyword.arg): ast.literal_eval(_json_names(keyword.value)) for keyword in call.keywords}
     return {"name": ast.unparse(call.func), "arguments": arguments}

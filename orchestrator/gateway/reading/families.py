@@ -166,6 +166,8 @@ class ReaderFactory:
         """The texts around the part of the answer that is constrained."""
         reading = self.reading
         if reading.content:
+            if reading.template is not None and reading.content in reading.template.answer_in(self.prompt):
+                return AnswerMarkers(reading.beginnings)  # the client has begun the content
             return AnswerMarkers(reading.beginnings, "", reading.content, opened=True)
         if reading.markers is None:
             return AnswerMarkers(reading.beginnings)

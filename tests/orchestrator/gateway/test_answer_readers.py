@@ -88,6 +88,15 @@ def test_the_model_reasons_if_the_prompt_ends_so() -> None:
         assert factory.markers.opened is reasons
 
 
+def test_a_constraint_begins_at_once_where_the_client_has_begun_the_content() -> None:
+    """Else it would wait for the begin of the content, and the answer could not end."""
+    family = families()["gpt-oss"]
+    reading = AnswerReading(family_template("gpt-oss"), None, family.markers, family.calls, family.content)
+    for prompt, waits in (("", True), ("<|channel|>final<|message|>No", False)):
+        factory = ReaderFactory(reading, "auto", prompt=f"<|start|>assistant{prompt}")
+        assert bool(factory.markers.close) is waits
+
+
 @pytest.mark.parametrize("size", [1, 3, 100])
 def test_special_tokens_that_mark_nothing_are_dropped(size: int) -> None:
     """They are dropped from reasoning and content. Those in the template remain markers."""
@@ -284,6 +293,8 @@ UNHARMED = [
     ("mistral", "[TOOL_CALLS]" + "x" * 500 + "{}"),
     ("mistral", "[TOOL_CALLS]" + " " * 500 + '[{"name": "f", "arguments": {}}]'),
     ("mistral", "[TOOL"),
+    ("gemma3", "```tool_code\nf()], [g()\n```"),
+    ("gemma3", "```tool_code\nf(**{'a': 1})\n```"),
 ]
 
 

@@ -49,6 +49,7 @@ BOMBS: dict[str, tuple[Any, str]] = {
     "characters": ({"enum": ["x" * 4000] * 20}, "characters; the limit is 65536"),
     "multipleOf": ({"type": "integer", "multipleOf": 999983}, "least common multiple above 10000"),
     "multiples": ({"allOf": [{"multipleOf": 997}, {"multipleOf": 991.0}]}, "least common multiple above 10000"),
+    "list as reference": ({"$ref": ["x"]}, "$ref: is not a URI reference"),
     "1e300": ({"multipleOf": 1e300}, "least common multiple above 10000"),
 }
 
@@ -123,6 +124,7 @@ def test_descriptive_keys_of_a_schema_do_not_count() -> None:
         {"allOf": [{"multipleOf": value} for value in (0.01, 0.25, 5, 10, 1000)]},
         {"anyOf": [properties(4)] * 128},
         {"$ref": "#"},
+        {"minProperties": 1, "required": ["a", []], "properties": {"a": {}}},
         {"type": "object", "properties": {"next": {"$ref": "#"}}},
         True,
         {},

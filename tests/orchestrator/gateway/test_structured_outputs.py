@@ -124,6 +124,16 @@ REFUSALS: list[tuple[dict[str, Any], str, str]] = [
         "guided_regex",
         "cannot be combined with this model's tool calls",
     ),
+    (
+        {
+            "model": "llama3",
+            "tools": [{"type": "function", "function": FUNCTION}],
+            "guided_json": CITY,
+            "response_format": {"type": "text"},
+        },
+        "guided_json",
+        "cannot be combined with this model's tool calls",
+    ),
 ]
 
 

@@ -32,6 +32,7 @@ def forced(budget: ReasoningBudget, tokens: list[int]) -> list[int | None]:
         ([9], [1, 2, 9, 9, 3], [None, None, None, None, 3, None]),  # the answer begins it
         ([9], [9, 9, 9, 9], [None] * 5),  # nothing begins it
         ([1, 2, 9, 3], [9, 9, 9], [None] * 4),  # it has ended in the prompt
+        ([1, 2, 9, 7, 9], [9, 9, 9], [None] * 4),  # the text of an earlier turn has its begin
         ([1, 2], [3, 9, 9], [None] * 4),  # it ends within the budget
         ([1, 2], [9, 9, 3, 1, 2, 3], [None, None, 3, None, None, 3, None]),  # it begins once more
     ],
@@ -40,7 +41,7 @@ def test_only_the_end_may_follow_a_budget_that_is_used_up(
     prompt: list[int], tokens: list[int], ids: list[int | None]
 ) -> None:
     """The reasoning may begin anywhere. All reasoning in the answer shares the budget."""
-    assert forced(ReasoningBudget(2, MARKS, prompt), tokens) == ids
+    assert forced(ReasoningBudget(2, MARKS, prompt, frozenset({7})), tokens) == ids
 
 
 @pytest.fixture(scope="module")
