@@ -14,7 +14,7 @@ from workers.batching.buckets import smallest_bucket
 from workers.batching.engine_steps import steps_of
 from workers.batching.guidance import Guides
 from workers.batching.logprobs import first_of_prompt
-from workers.batching.reasoning_budget import reasoning_marks, start_budget
+from workers.batching.reasoning_budget import start_budget
 from workers.batching.sampling import start_sampling
 from workers.batching.slots import RequestSlots
 from workers.batching.step_loop import BatcherStats, StepLoop
@@ -65,7 +65,6 @@ class Batcher(StepLoop[AcceptedRequest, list[tuple[int, AcceptedRequest]]]):
         self._spec = engine.spec
         self._tokenizer = tokenizer
         self._engine_steps = steps_of(engine, tokenizer.token_bytes)
-        self._reasoning_marks = reasoning_marks(tokenizer)
         self._guides = Guides(tokenizer, self._spec.vocab_size, self._spec.eos_token_ids)
         shared = cast(BlockEngine, engine).prefixes if self._spec.shares_blocks else None
         self._slots = RequestSlots(self._spec, shared)  # guarded by ``_changed``, like all below
@@ -115,7 +114,7 @@ class Batcher(StepLoop[AcceptedRequest, list[tuple[int, AcceptedRequest]]]):
             ending_ids |= guide.eos_ids
         elif not request.ignore_eos:
             ending_ids |= self._spec.eos_token_ids
-        budget = start_budget(request, self._reasoning_marks, self._spec.eos_token_ids)
+        budget = start_budget(request, self._tokenizer)
         stream = self._tokenizer.stream(request.prompt_ids, request.skip_special_tokens)
         accepted = AcceptedRequest(
             request,

@@ -54,6 +54,15 @@ class AnswerConstraint(msgspec.Struct, frozen=True, omit_defaults=True):
     relaxed: str = ""  # the keywords of schemas that were left out, separated by commas
 
 
+class ReasoningLimit(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A limit on all reasoning in an answer together, after which the reasoning ends if the host samples."""
+
+    tokens: int
+    open: str  # the text that begins reasoning
+    close: str  # the text that ends it
+    opened: bool = False  # the prompt ends inside the reasoning
+
+
 class Forwarded(msgspec.Struct, frozen=True):
     """A client's request to OpenAI's API that a replica forwards to its server."""
 
@@ -87,7 +96,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     logprobs: int | None = None  # None: none; n: of each token, and of the n most probable beside it
     prompt_logprobs: int | None = None  # likewise, of the prompt's tokens; no prefix of it is taken from a cache
     guide: AnswerConstraint | None = None
-    reasoning_budget: int | None = None  # tokens of reasoning, after which it ends if the host samples
+    reasoning_limit: ReasoningLimit | None = None
     stop: list[str] = []
     stop_token_ids: list[int] = []
     seed: int | None = None

@@ -233,7 +233,7 @@ def requests_for(
     options, seed, copies = _options(request, limits, readers), request.seed, request.n or 1
     if readers is not None and readers.reading.reasons:
         if isinstance(request, ChatRequest) and (budget := thinking_budget(request)) is not None:
-            options["reasoning_budget"] = budget
+            options["reasoning_limit"] = readers.reasoning_limit(budget)
     elif not request.stream:
         options["whole"] = True
     checks_ids = isinstance(request, CompletionRequest) and not isinstance(request.prompt, str)

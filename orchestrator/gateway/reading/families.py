@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +22,7 @@ import msgspec
 from orchestrator.gateway.reading.events import AnswerReader, CallArguments, CallBegin, Content, Event
 from orchestrator.gateway.reading.reader import TemplateReader, new_id
 from orchestrator.gateway.reading.template import Anchor, BadResponseTemplate, ResponseTemplate, load_template
-from workers.messages.requests import AnswerMarkers
+from workers.messages.requests import AnswerMarkers, ReasoningLimit
 from workers.text.tokenizer import PromptTokenizer
 
 log = logging.getLogger(__name__)
@@ -144,21 +144,11 @@ class ReaderFactory:
     first_call: int = 0  # the calls of earlier answers
 
     def __call__(self) -> AnswerReader:
-        template = self.reading.template or _PLAIN
-        if self.calling != "auto":
-            template = _without_calls(template, required=self.calling == "required")
-        reader = TemplateReader(
-            template,
-            tools=self.tools,
-            dropped=self.reading.dropped,
-            streamed=self.streamed,
-            only_one=self.only_one,
-            first_call=self.first_call,
-        )
-        if self.prompt:
-            reader.read_prompt(self.prompt)
+        reader = self._reader()
+        reader.follow(self._read_prompt)
         if self.calling == "named":
-            return NamedReader(CallBegin(0, new_id(template.ids, self.name, self.first_call), self.name), reader)
+            ids = self._template.ids
+            return NamedReader(CallBegin(0, new_id(ids, self.name, self.first_call), self.name), reader)
         return reader
 
     @property
@@ -171,7 +161,34 @@ class ReaderFactory:
             return AnswerMarkers(reading.beginnings, "", reading.content, opened=True)
         if reading.markers is None:
             return AnswerMarkers(reading.beginnings)
-        return AnswerMarkers(reading.beginnings, *reading.markers, opened=self().in_reasoning)
+        return AnswerMarkers(reading.beginnings, *reading.markers, opened=self._read_prompt.in_reasoning)
+
+    def reasoning_limit(self, tokens: int) -> ReasoningLimit | None:
+        """Returns the limit on the reasoning of an answer; None if its marks are unknown."""
+        markers = self.reading.markers
+        return None if markers is None else ReasoningLimit(tokens, *markers, self._read_prompt.in_reasoning)
+
+    @cached_property
+    def _template(self) -> ResponseTemplate:
+        template = self.reading.template or _PLAIN
+        return template if self.calling == "auto" else _without_calls(template, required=self.calling == "required")
+
+    @cached_property
+    def _read_prompt(self) -> TemplateReader:
+        """A reader that has read the prompt, once for all choices: a long beginning takes milliseconds."""
+        reader = self._reader()
+        reader.read_prompt(self.prompt)
+        return reader
+
+    def _reader(self) -> TemplateReader:
+        return TemplateReader(
+            self._template,
+            tools=self.tools,
+            dropped=self.reading.dropped,
+            streamed=self.streamed,
+            only_one=self.only_one,
+            first_call=self.first_call,
+        )
 
 
 @cache

@@ -77,13 +77,15 @@ class TemplateReader:
         return self._field.role == "reasoning"
 
     def read_prompt(self, text: str) -> None:
-        """Reads the end of the prompt without emitting it: chat templates may write the beginning of an answer."""
+        """Reads the end of the prompt without emitting it: chat templates may write the beginning of an answer. Such a
+        reader is only for ``follow``."""
         self._silent = self._final = True
         with contextlib.suppress(TimeoutError):
             self._read(self._template.answer_in(text))
-        self._silent = self._final = False
-        self._text, self._at, self._spaces, self._out = "", 0, "", []
-        self._spoken.clear()
+
+    def follow(self, prompt: TemplateReader) -> None:
+        """Continues where the reader of the prompt ended."""
+        self._field, self._begun = prompt._field, prompt._begun
 
     def push(self, text: str) -> list[Event]:
         self._out = []
@@ -96,8 +98,8 @@ class TemplateReader:
         self._out, self._final = [], True
         self._read("")
         if self._call is not None:
-            if not (self._call.complete or self._emitted):
-                self._not_a_call(self._call.raw)
+            if not (self._call.complete or self._emitted) and (self._call.raw or not self._calls):
+                self._not_a_call("".join(self._body) + self._call.raw)
         elif self._field.role == "calls" and self._state == self._in_text:
             self._end_call("", lenient=False)
             self._read("")
@@ -182,6 +184,7 @@ class TemplateReader:
             if char not in SPACE and char not in self._wants:
                 break
             self._at += 1
+            self._unmoved = 0
             self._body.append(char)
             if char == "]":
                 self._state = self._closing

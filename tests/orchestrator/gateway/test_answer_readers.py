@@ -24,6 +24,7 @@ from orchestrator.gateway.reading.families import AnswerReading, ReaderFactory, 
 from orchestrator.gateway.reading.template import BadResponseTemplate, load_template
 from tests.searches import search
 from tests.tiers import everyday
+from workers.messages.requests import ReasoningLimit
 
 WEATHER = {"city": "San Francisco", "state": "CA", "unit": "celsius"}
 
@@ -86,6 +87,7 @@ def test_the_model_reasons_if_the_prompt_ends_so() -> None:
         reading = AnswerReading(family_template("hermes"), markers=("<think>", "</think>"))
         factory = ReaderFactory(reading, "auto", prompt=f"<|im_start|>assistant\n{prompt}")
         assert factory.markers.opened is reasons
+        assert factory.reasoning_limit(7) == ReasoningLimit(7, "<think>", "</think>", reasons)
 
 
 def test_a_constraint_begins_at_once_where_the_client_has_begun_the_content() -> None:
@@ -485,13 +487,20 @@ def test_any_text_is_read_alike_however_it_is_cut(
         assert isinstance(json.loads(arguments), dict)
 
 
+def test_many_beginnings_without_a_call_are_content() -> None:
+    """However the text is cut, and also if it ends in one."""
+    for text in ("[TOOL_CALLS]" * 40 + "[", '[TOOL_CALLS] [{"name": "f"'):
+        for cuts in ((), range(len(text))):
+            assert read("mistral", text, cuts, calling="required") == (text, [])
+
+
 @pytest.mark.parametrize("format", sorted(families()))
 @given(text=st.text(alphabet=st.characters(exclude_categories=["Cs"])), cuts=CUTS)
 @example(text="  a {b} [c] <d>  ", cuts=[1, 2, 3])
 @search(40)
 def test_ordinary_text_is_unchanged(format: str, text: str, cuts: list[int]) -> None:
     """Except for white space at its ends."""
-    assume(not any(mark in text for mark in ("<think>", "</think>", "[THINK]")))
+    assume(not any(mark in text for mark in ("think>", "[THINK]", *pieces_of(format)) if len(mark) > 2))
     assert read(format, text, cuts) == (text.strip(), [])
 
 
