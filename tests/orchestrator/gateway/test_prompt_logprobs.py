@@ -12,6 +12,7 @@ import torch
 from tests.clients.place import DEMO
 from tests.orchestrator.gateways import LiveGateway, routes
 from tests.orchestrator.scripted import ScriptedReplica
+from tests.served import Served
 from workers.engines.cpu.engine import CpuEngine
 from workers.text.tokenizer import load_tokenizer
 
@@ -142,3 +143,19 @@ def test_prompt_logprobs_are_not_streamed(served: LiveGateway) -> None:
 
     assert response.status_code == 400
     assert response.json()["error"]["message"].endswith("send stream: false, or echo and logprobs")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"), [({"echo": True, "logprobs": 1}, "echo"), ({"prompt_logprobs": 0}, "prompt_logprobs")]
+)
+def test_an_engine_without_the_logprobs_of_prompts_refuses_by_its_name(fields: dict[str, Any], param: str) -> None:
+    """Before a replica gets the request; the text names the engines that have them."""
+    gateway, replica = LiveGateway(), Served()
+    gateway.serve(routes("e", replica))
+    response = gateway.http.post("/v1/completions", json={"model": "e", "prompt": "a", "max_tokens": 1, **fields})
+    gateway.close()
+    replica.close()
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, param)
+    assert "echo" in error["message"]
+    assert "cpu" in error["message"]
