@@ -70,7 +70,7 @@ def verify(
     for verdict in verification.verify(machine, extent, chosen, home, find_fleet() is None, say):
         verdicts.append(verdict)
         if verdict.result != "proved":
-            say(f"{verdict.result}: {verdict.claim} {verdict.subject}: {verdict.found}")
+            say(f"{verdict.result}: {verdict.claim} {verdict.subject}: {verdict.finding}")
     data = reports.report_of(machine, verdicts, time.monotonic() - began)
     text = reports.markdown(data)
     show(data, output, text)

@@ -52,9 +52,9 @@ def engines(stand: Stand, extent: Extent) -> Iterator[Verdict]:
     yield from _again(stand, answers)
     for claim, name in (("draft", "draft"), ("device-sampling", "sampled")):
         if name in stand.trials:
-            asked = [_Asked(claim, str(i), prompt(9, seed=i)) for i in range(3)]
-            run = stand.run(name, [[ask(each.id, each.prompt, 24) for each in asked]])
-            yield from _answered(run, name, asked, answers)
+            sent = [_SentPrompt(claim, str(i), prompt(9, seed=i)) for i in range(3)]
+            run = stand.run(name, [[ask(each.id, each.prompt, 24) for each in sent]])
+            yield from _answered(run, name, sent, answers)
         else:
             yield not_run(claim, f"the engine {stand.engine} has no such setting")
     scores = stand.score([(each.trial, each.prompt, each.answer.token_ids) for each in answers])
@@ -68,7 +68,7 @@ def engines(stand: Stand, extent: Extent) -> Iterator[Verdict]:
             yield same_logprobs(subject, dtypes[subject], [row for each in by_claim.values() for row in each])
 
 
-class _Asked(NamedTuple):
+class _SentPrompt(NamedTuple):
     """A prompt that was sent, by the id of its request."""
 
     claim: str
@@ -77,38 +77,38 @@ class _Asked(NamedTuple):
 
 
 def _answered(
-    run: TrialRun, trial: str, asked: Sequence[_Asked], answers: list[_Scored], subject: str = ""
+    run: TrialRun, trial: str, sent: Sequence[_SentPrompt], answers: list[_Scored], subject: str = ""
 ) -> Iterator[Verdict]:
     """Adds the answers of a run, or yields that it has none."""
     if run.trouble:
-        yield from (proved(claim, False, run.trouble, subject) for claim in dict.fromkeys(each.claim for each in asked))
+        yield from (proved(claim, False, run.trouble, subject) for claim in dict.fromkeys(each.claim for each in sent))
         return
-    answers += [_Scored(each.claim, trial, subject, each.prompt, run.answers[each.id]) for each in asked]
+    answers += [_Scored(each.claim, trial, subject, each.prompt, run.answers[each.id]) for each in sent]
 
 
 def _family(stand: Stand, name: str, answers: list[_Scored]) -> Iterator[Verdict]:
     """Asks prompts at the edges of buckets one by one, then all at once."""
     lengths = sorted({length + more for length in BUCKETS for more in (-1, 0, 1)} & set(range(1, BUCKETS[-1] + 1)))
     prompts = {length: prompt(length, seed=length) for length in lengths}
-    asked = [
+    sent = [
         *(
-            _Asked("tokens" if length in BUCKETS else "bucket-edges", f"{length}", ids)
+            _SentPrompt("tokens" if length in BUCKETS else "bucket-edges", f"{length}", ids)
             for length, ids in prompts.items()
         ),
-        *(_Asked("batch", f"{length} beside others", ids) for length, ids in prompts.items()),
+        *(_SentPrompt("batch", f"{length} beside others", ids) for length, ids in prompts.items()),
     ]
-    beside = [ask(each.id, each.prompt) for each in asked if each.claim == "batch"]
-    alone = [each for each in asked if each.claim != "batch"]
+    beside = [ask(each.id, each.prompt) for each in sent if each.claim == "batch"]
+    alone = [each for each in sent if each.claim != "batch"]
     run = stand.run(name, [*([ask(each.id, each.prompt, logprobs=0)] for each in alone), beside])
     if not run.trouble and any(run.answers[each.id].error for each in alone):  # it gives no log probabilities
         run = stand.run(name, [*([ask(each.id, each.prompt)] for each in alone), beside])
-    yield from _answered(run, name, asked, answers, name.removeprefix("family-"))
+    yield from _answered(run, name, sent, answers, name.removeprefix("family-"))
 
 
 def _again(stand: Stand, answers: list[_Scored]) -> Iterator[Verdict]:
     """Asks a prompt after others with the same beginning, with a seed twice, and with top_k 1."""
     start = prompt(40)
-    begins = [_Asked("prefix-cache", str(i), [*start, 300 + i]) for i in range(3)]
+    begins = [_SentPrompt("prefix-cache", str(i), [*start, 300 + i]) for i in range(3)]
     groups = [
         *([ask(each.id, each.prompt)] for each in begins),
         [ask("seed 1", start, temperature=1.0, seed=7)],
@@ -126,6 +126,6 @@ def _again(stand: Stand, answers: list[_Scored]) -> Iterator[Verdict]:
 
 
 def _long(stand: Stand, extent: Extent, answers: list[_Scored]) -> Iterator[Verdict]:
-    asked = [_Asked("long-prompt", str(length), prompt(length)) for length in LONG if length <= extent.longest]
-    run = stand.run("long", [[ask(each.id, each.prompt)] for each in asked])
-    yield from _answered(run, "long", asked, answers)
+    sent = [_SentPrompt("long-prompt", str(length), prompt(length)) for length in LONG if length <= extent.longest]
+    run = stand.run("long", [[ask(each.id, each.prompt)] for each in sent])
+    yield from _answered(run, "long", sent, answers)

@@ -83,7 +83,7 @@ class Verdict:
 
     claim: str
     result: Result
-    found: str  # what was measured, or why it was not run
+    finding: str  # what was measured, or why it was not run
     subject: str = ""  # the model, degree or engine that it was measured on; empty: the machine
     values: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
 
@@ -95,14 +95,14 @@ class Verdict:
             "part": claim.part,
             "subject": self.subject,
             "result": self.result,
-            "found": self.found,
+            "finding": self.finding,
             "values": dict(self.values),
         }
 
 
-def proved(claim: str, holds: bool, found: str, subject: str = "", **values: Any) -> Verdict:
+def proved(claim: str, holds: bool, finding: str, subject: str = "", **values: Any) -> Verdict:
     """Returns the verdict on a claim that was measured: proved if it ``holds``, else refuted."""
-    return Verdict(claim, "proved" if holds else "refuted", found, subject, MappingProxyType(values))
+    return Verdict(claim, "proved" if holds else "refuted", finding, subject, MappingProxyType(values))
 
 
 def not_run(claim: str, why: str, subject: str = "") -> Verdict:

@@ -50,10 +50,10 @@ def scored(claim: str, subject: str, dtype: Dtype, rows: Sequence[ScoredRow]) ->
     """Returns whether greedy answers are the most probable ones."""
     failed = [f"{answer.id}: {answer.error or answer.finish}" for answer, _, _ in rows if not answer.token_ids]
     behind = [top - each for _, own, best in rows for each, top in zip(own, best, strict=True)]
-    holds, found = _within(behind, dtype)
-    found = "; ".join(failed) or f"{len(behind)} tokens, {found} less probable than the best"
+    holds, finding = _within(behind, dtype)
+    finding = "; ".join(failed) or f"{len(behind)} tokens, {finding} less probable than the best"
     return proved(
-        claim, holds and not failed, found, subject, tokens=len(behind), worst=round(max(behind, default=0.0), 5)
+        claim, holds and not failed, finding, subject, tokens=len(behind), worst=round(max(behind, default=0.0), 5)
     )
 
 
@@ -62,16 +62,16 @@ def same_logprobs(subject: str, dtype: Dtype, rows: Sequence[ScoredRow]) -> Verd
     off = [abs(a - b) for answer, own, _ in rows if answer.logprobs for a, b in zip(answer.logprobs, own, strict=True)]
     if not off:
         return not_run("logprobs", "the engine returns none", subject)
-    holds, found = _within(off, dtype)
-    return proved("logprobs", holds, f"{len(off)} tokens differ by {found}", subject, worst=round(max(off), 5))
+    holds, finding = _within(off, dtype)
+    return proved("logprobs", holds, f"{len(off)} tokens differ by {finding}", subject, worst=round(max(off), 5))
 
 
 def _within(differences: Sequence[float], dtype: Dtype) -> tuple[bool, str]:
     """Returns whether differences of log probabilities are those of rounding, and a text with the largest one."""
     beyond = sum(each > TOLERANCE[dtype] for each in differences)
     allowed = 0 if dtype == "fp32" else int(MAX_ROUTED * len(differences))
-    found = f"at most {max(differences, default=0.0):.3f} (allowed {TOLERANCE[dtype]}"
-    return bool(differences) and beyond <= allowed, f"{found}, {beyond} beyond it)" if beyond else f"{found})"
+    finding = f"at most {max(differences, default=0.0):.3f} (allowed {TOLERANCE[dtype]}"
+    return bool(differences) and beyond <= allowed, f"{finding}, {beyond} beyond it)" if beyond else f"{finding})"
 
 
 def paces(answer: TimedAnswer) -> list[float]:
@@ -93,11 +93,11 @@ def held_up(subject: str, length: int, alone: Sequence[float], gaps: Sequence[fl
         return not_run("held-up", "no answers to measure", subject)
     prefill, gap = median(alone), median(gaps)
     limit = MAX_HOLD_RATIO * prefill + STEPS_BESIDE * step + NOISE_S
-    found = f"{length} tokens: {1000 * gap:.1f} ms, a prefill alone takes {1000 * prefill:.1f} ms"
+    finding = f"{length} tokens: {1000 * gap:.1f} ms, a prefill alone takes {1000 * prefill:.1f} ms"
     return proved(
         "held-up",
         gap <= limit,
-        found,
+        finding,
         subject,
         tokens=length,
         gap_ms=round(1000 * gap, 3),
@@ -110,5 +110,5 @@ def pinned(claim: str, planned: float, others: float, where: str) -> Verdict:
     if not planned or not others:
         return not_run(claim, "no steps to measure")
     ratio = planned / others
-    found = f"a step takes {1000 * planned:.2f} ms on its CPUs, {1000 * others:.2f} ms on {where}"
-    return proved(claim, ratio <= MAX_STEP_RATIO, found, ratio=round(ratio, 3))
+    finding = f"a step takes {1000 * planned:.2f} ms on its CPUs, {1000 * others:.2f} ms on {where}"
+    return proved(claim, ratio <= MAX_STEP_RATIO, finding, ratio=round(ratio, 3))

@@ -66,8 +66,8 @@ def facts(
     """Judges what `doctor` reads about this machine, its limits, and the rate of the disk of ``folder``, which it
     records for later plans."""
     errors = [problem for problem in problems if problem.severity == "error"]
-    found = "; ".join(f"{problem.id}: {problem.what}" for problem in problems) or "no problems"
-    yield proved("doctor", not errors, found)
+    finding = "; ".join(f"{problem.id}: {problem.what}" for problem in problems) or "no problems"
+    yield proved("doctor", not errors, finding)
     topology = TOPOLOGIES.get(readings.instance_type or "")
     if host.emulated or topology is None:
         why = "the host is emulated" if host.emulated else f"the instance type {readings.instance_type} is not known"
@@ -78,24 +78,24 @@ def facts(
         holds = (len(readings.devices), len(readings.cores)) == (wanted.devices, wanted.cores)
         yield proved("devices", holds, f"{here}; {wanted.instance} has {wanted.devices} devices, {wanted.cores} cores")
         gib = psutil.virtual_memory().total / 2**30
-        found = f"{gib:.0f} GiB of {topology.memory_gib}"
-        yield proved("host-memory", gib >= MIN_HOST_MEMORY * topology.memory_gib, found, gib=round(gib, 1))
+        finding = f"{gib:.0f} GiB of {topology.memory_gib}"
+        yield proved("host-memory", gib >= MIN_HOST_MEMORY * topology.memory_gib, finding, gib=round(gib, 1))
         yield _cpu_layout(host, topology.instance)
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     unlimited = files == resource.RLIM_INFINITY
     yield proved("open-files", unlimited or files >= MIN_OPEN_FILES, f"the hard limit is {files}", limit=files)
     rate = read_rate(folder)
     record.add_constants(host.machine, "", {"read_bytes_s": round(rate)}, time.time())
-    found = f"{rate / 1e9:.2f} GB/s, `plan` assumes {LOAD_BYTES_S / 1e9:.2f}"
-    yield proved("disk-rate", rate >= LOAD_BYTES_S, found, bytes_s=round(rate))
+    finding = f"{rate / 1e9:.2f} GB/s, `plan` assumes {LOAD_BYTES_S / 1e9:.2f}"
+    yield proved("disk-rate", rate >= LOAD_BYTES_S, finding, bytes_s=round(rate))
 
 
 def _cpu_layout(host: Host, instance: str) -> Verdict:
     published, own = LAYOUTS.get(instance), host.layout
     if published is None or own is None:
         return not_run("cpu-layout", f"AWS publishes none for {instance}" if own else "the kernel lists no layout")
-    found = f"{len(own.cores)} cores on {len(set(own.nodes))} nodes"
-    return proved("cpu-layout", (own.cores, own.nodes) == (published.cores, published.nodes), found)
+    finding = f"{len(own.cores)} cores on {len(set(own.nodes))} nodes"
+    return proved("cpu-layout", (own.cores, own.nodes) == (published.cores, published.nodes), finding)
 
 
 def read_rate(folder: Path) -> float:
@@ -163,13 +163,13 @@ def _after_kill(stand: Stand, config: ReplicaConfig, count: int) -> Verdict:
             at = holder.kill()
             claimed = following.result()
             if claimed is None:
-                found = f"still refused {MAX_CLAIM_S:.0f} s after kill {len(delays) + 1}: {following.refusals}"
-                return proved("claim-after-kill", False, found)
+                finding = f"still refused {MAX_CLAIM_S:.0f} s after kill {len(delays) + 1}: {following.refusals}"
+                return proved("claim-after-kill", False, finding)
             delays.append(claimed.at - at)
             holder = following
-    found = f"median {median(delays):.2f} s, longest {max(delays):.2f} s of {count}"
+    finding = f"median {median(delays):.2f} s, longest {max(delays):.2f} s of {count}"
     longest = round(max(delays), 3)
-    return proved("claim-after-kill", longest <= MAX_FREE_S, found, median_s=round(median(delays), 3), max_s=longest)
+    return proved("claim-after-kill", longest <= MAX_FREE_S, finding, median_s=round(median(delays), 3), max_s=longest)
 
 
 # Compiler and faults
@@ -198,8 +198,8 @@ def _failing_compile(stand: Stand) -> Verdict:
         failure = stand.compiled(placed.at(folder, {**placed.config.place.env, "CXX": "false"}).config)
     if failure is None:
         return proved("compile-failed", False, "the compile succeeded with options that no compiler has")
-    found = f"{failure.id}, reaction {failure.reaction.value}: {failure.what}"
-    return proved("compile-failed", failure.reaction is Reaction.STOP, found)
+    finding = f"{failure.id}, reaction {failure.reaction.value}: {failure.what}"
+    return proved("compile-failed", failure.reaction is Reaction.STOP, finding)
 
 
 def _killed_compile(stand: Stand, placed: Placed) -> Verdict:
@@ -222,10 +222,10 @@ def _killed_compile(stand: Stand, placed: Placed) -> Verdict:
     failure = stand.compiled(placed.config)
     after = preparation.verify(placed.config)
     built = failure is None and not isinstance(after, Failure) and all(each.complete for each in after)
-    found = (
+    finding = (
         f"accepted as complete: {', '.join(complete) or 'nothing'}; compiled again in {time.monotonic() - began:.1f} s"
     )
-    return proved("compile-killed", built and not complete, found if built else str(failure or after))
+    return proved("compile-killed", built and not complete, finding if built else str(failure or after))
 
 
 def _damaged(stand: Stand, placed: Placed, folder: Path) -> Verdict:
@@ -283,8 +283,8 @@ def memory(stand: Stand, record: SpeedRecord) -> Iterator[Verdict]:
     model, engine, allowed = placed.model, placed.config.model.engine, placed.needs_gib
     surplus = {"host_gib": round(max(0.0, run.peak_gib - allowed), 3)}
     record.add_constants(placed.host.machine, engine, surplus, time.time())
-    found = f"{run.peak_gib:.2f} GiB, `plan` estimates {allowed:.2f}"
-    yield proved("host-estimate", run.peak_gib <= allowed, found, gib=round(run.peak_gib, 3))
+    finding = f"{run.peak_gib:.2f} GiB, `plan` estimates {allowed:.2f}"
+    yield proved("host-estimate", run.peak_gib <= allowed, finding, gib=round(run.peak_gib, 3))
     if not used.total():
         yield not_run("hbm-estimate", "neuron-monitor reports no memory of the process")
         return
@@ -294,10 +294,10 @@ def memory(stand: Stand, record: SpeedRecord) -> Iterator[Verdict]:
     overhead = (measured - (planned - model.tp_degree * (need.scratch + need.runtime))) / model.tp_degree
     surplus = {"hbm_gib": round(max(0.0, measured - planned) / model.tp_degree, 3)}
     record.add_constants(placed.host.machine, engine, surplus, time.time())
-    found = f"{measured:.2f} GiB on all cores, estimated {planned:.2f}; hbm_overhead_gib: {max(0.0, overhead):.2f}"
+    finding = f"{measured:.2f} GiB on all cores, estimated {planned:.2f}; hbm_overhead_gib: {max(0.0, overhead):.2f}"
     classes = {name: round(size / GIB, 4) for name, size in sorted(used.items())}
     gib, overhead_gib, holds = round(measured, 3), round(overhead, 3), measured <= planned
-    yield proved("hbm-estimate", holds, found, gib=gib, overhead_gib=overhead_gib, gib_by_class=classes)
+    yield proved("hbm-estimate", holds, finding, gib=gib, overhead_gib=overhead_gib, gib_by_class=classes)
 
 
 # The spec's own models
@@ -335,9 +335,9 @@ def speeds(stand: Stand, file: SpecFile, record: SpeedRecord, now: float) -> Ite
         record.add(shape_of(model, placed.checkpoint, engine, placed.hosts), times, now)
         guess = speed(model, placed.checkpoint, engine, placed.host.topology)
         measured = speeds_of(times)[0].get("step_ms", 0.0)
-        found = f"a step takes {measured:.2f} ms, `plan` estimates {1000 * guess.step_s:.2f} ({guess.source})"
+        finding = f"a step takes {measured:.2f} ms, `plan` estimates {1000 * guess.step_s:.2f} ({guess.source})"
         off = abs(measured / 1000 - guess.step_s) / guess.step_s
-        yield proved("speeds", off <= guess.decode_error, found, model.name, step_ms=measured, off=round(off, 3))
+        yield proved("speeds", off <= guess.decode_error, finding, model.name, step_ms=measured, off=round(off, 3))
 
 
 # Pinning and prefills

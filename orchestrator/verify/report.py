@@ -55,14 +55,14 @@ def markdown(report: Mapping[str, Any]) -> str:
     for part in PARTS:
         rows = [each for each in report["verdicts"] if each["part"] == part]
         if rows:
-            lines += ["", f"## {part}", "", "| claim | on | result | found |", "|---|---|---|---|"]
+            lines += ["", f"## {part}", "", "| claim | on | result | finding |", "|---|---|---|---|"]
             lines += [_row(each) for each in rows]
     return "\n".join(lines)
 
 
 def _row(verdict: Mapping[str, Any]) -> str:
     result = f"**{verdict['result']}**" if verdict["result"] == "refuted" else verdict["result"]
-    cells = (CLAIMS[verdict["claim"]].text, verdict["subject"], result, verdict["found"])
+    cells = (CLAIMS[verdict["claim"]].text, verdict["subject"], result, verdict["finding"])
     return f"| {' | '.join(' '.join(cell.split()).replace('|', '/') for cell in cells)} |"
 
 

@@ -30,14 +30,16 @@ def node_modules() -> Path:
     return _installed(Path(os.environ.get("COREWRIGHT_CLIENTS_NODE_MODULES") or INSTALLED / "node_modules"))
 
 
-def run(command: Sequence[str], home: Path, environment: Mapping[str, str] | None = None) -> str:
+def run(
+    command: Sequence[str], home: Path, environment: Mapping[str, str] | None = None, timeout_s: float = PROGRAM_S
+) -> str:
     """Returns what a program prints, offline, in its home. Raises AssertionError with the end of its errors."""
     clean = {"PATH": os.environ["PATH"], "HOME": str(home), **OFFLINE, **(environment or {})}
     done = subprocess.run(
         command,
         capture_output=True,
         text=True,
-        timeout=PROGRAM_S,
+        timeout=timeout_s,
         check=False,
         env=clean,
         cwd=home,

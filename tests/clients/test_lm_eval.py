@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import json
 import shlex
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.clients.installed import OFFLINE, installed_python
+from tests.clients.installed import installed_python, run
 from tests.clients.place import DEMO, Place
 from tests.docs.pages import DOCS, ROOT, blocks
 
@@ -58,17 +57,7 @@ def scores(tmp_path_factory: pytest.TempPathFactory) -> tuple[Scores, Scores]:
             )
             command = shlex.split(line.replace("--include_path tasks", "--include_path ."))
             assert command.pop(0) == "lm_eval"
-            environment = {"PATH": "/usr/bin:/bin", "HOME": str(folder), **OFFLINE}
-            done = subprocess.run(
-                [str(python), "-m", "lm_eval", *command],
-                cwd=folder,
-                env=environment,
-                capture_output=True,
-                text=True,
-                timeout=RUN_S,
-                check=False,
-            )
-            assert done.returncode == 0, done.stderr[-3000:]
+            run([str(python), "-m", "lm_eval", *command], folder, timeout_s=RUN_S)
     finally:
         place.close()
     return Scores(folder / "fleet"), Scores(folder / "transformers")

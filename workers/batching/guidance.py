@@ -213,10 +213,10 @@ class Guide:
         """Searches for the text that ends the reasoning or begins a call; the rest of the token is ignored."""
         self._reasoning += self._vocabulary.decode_str([token])
         texts = (self._markers.close, *self._markers.calls)
-        found = min(((at, text) for text in texts if (at := self._reasoning.find(text)) >= 0), default=None)
-        if found is None:
+        first = min(((at, text) for text in texts if (at := self._reasoning.find(text)) >= 0), default=None)
+        if first is None:
             self._reasoning = self._reasoning[-max(map(len, texts)) :]
-        elif found[1] == self._markers.close:
+        elif first[1] == self._markers.close:
             self._part, self._openings, self._in_grammar = _Section.CONSTRAINED, self._openings_of(""), True
             for count in range(1, MAX_NEWLINES + 1):
                 ids = self._vocabulary.tokenize_str("\n" * count)

@@ -128,7 +128,7 @@ class TemplateReader:
 
     def _in_text(self) -> bool:
         """Reads up to the next anchor."""
-        text, found, hold = self._text, None, len(self._text)
+        text, nearest, hold = self._text, None, len(self._text)
         gate, anchors = watched(self._template, self._field, self._dropped, self._silent)
         if gate is not None and self._at < hold:
             near = gate.search(text, self._at, partial=True, timeout=MAX_MATCH_S)
@@ -141,10 +141,10 @@ class TemplateReader:
             if not certain:
                 hold = min(hold, match.start())
                 continue
-            if found is None or (match.start(), -match.end()) < (found[0].start(), -found[0].end()):
-                found = match, opened
-        if found is not None and found[0].start() < hold:
-            return self._anchored(*found)
+            if nearest is None or (match.start(), -match.end()) < (nearest[0].start(), -nearest[0].end()):
+                nearest = match, opened
+        if nearest is not None and nearest[0].start() < hold:
+            return self._anchored(*nearest)
         begin, self._at = self._at, hold
         self._say(text[begin:hold])
         return False

@@ -53,7 +53,7 @@ def test_a_claim_that_an_error_prevents_from_being_measured_is_not_run() -> None
         ("compile-failed", "not run"),
         ("damaged-artifact", "not run"),
     ]
-    assert verdicts[1].found == "verify-failed: the reference ended"
+    assert verdicts[1].finding == "verify-failed: the reference ended"
 
 
 KILLED = """
@@ -106,17 +106,20 @@ def test_a_model_whose_cores_are_taken_is_not_run(tmp_path: Path) -> None:
     """A fleet may serve the model meanwhile."""
     taken = TrialRun(failure=Failure("cores-taken", "core 0 is held by pid 7"))
     verdict = speeds(taken, tmp_path)
-    assert (verdict.result, verdict.found) == ("not run", "cores-taken: core 0 is held by pid 7")
+    assert (verdict.result, verdict.finding) == ("not run", "cores-taken: core 0 is held by pid 7")
 
 
 def test_an_answer_without_steps_refutes_the_speed_with_its_error(tmp_path: Path) -> None:
     run = TrialRun(answers={"4 0": TimedAnswer(id="4 0", finish="error", error="the logits are not finite")})
     verdict = speeds(run, tmp_path)
     assert verdict.result == "refuted"
-    assert verdict.found == "the answer 4 0 has 0 steps: the logits are not finite"
+    assert verdict.finding == "the answer 4 0 has 0 steps: the logits are not finite"
 
 
 def test_a_model_with_its_place_on_another_machine_is_not_run(tmp_path: Path) -> None:
     text = "hosts: [{instance: inf2.48xlarge}, {instance: trn2.48xlarge}]\nmodels: {m: {engine: echo}}\n"
     verdict = speeds(TrialRun(), tmp_path, "inf2.48xlarge", text)
-    assert (verdict.result, verdict.found) == ("not run", "the place of the model is trn2.48xlarge/0, another machine")
+    assert (verdict.result, verdict.finding) == (
+        "not run",
+        "the place of the model is trn2.48xlarge/0, another machine",
+    )

@@ -55,15 +55,15 @@ def test_an_answer_without_tokens_refutes_also_beside_others() -> None:
     failed: ScoredRow = (answer(error="the engine failed"), [], [])
     for rows in ([failed], [failed, (answer(5), [-1.0], [-1.0])]):
         verdict = scored("tokens", "", "fp32", rows)
-        assert (verdict.result, verdict.found) == ("refuted", "a: the engine failed")
+        assert (verdict.result, verdict.finding) == ("refuted", "a: the engine failed")
     assert scored("tokens", "", "fp32", []).result == "refuted"
 
 
 def test_answers_that_differ_are_shown_with_the_first_token_that_does() -> None:
     verdict = same_answers("seed", "", [("one", answer(1, 2, 3), answer(1, 2, 4)), ("two", answer(1), answer(1))])
-    assert (verdict.result, verdict.found) == ("refuted", "one differs at token 3 of 3")
+    assert (verdict.result, verdict.finding) == ("refuted", "one differs at token 3 of 3")
     shorter = same_answers("seed", "", [("one", answer(1, 2, 3), answer(1, 2))])
-    assert (shorter.result, shorter.found) == ("refuted", "one differs at token 3 of 3")
+    assert (shorter.result, shorter.finding) == ("refuted", "one differs at token 3 of 3")
     assert same_answers("seed", "", [("one", answer(1), answer(1))]).result == "proved"
     assert same_answers("seed", "", []).result == "not run"
 

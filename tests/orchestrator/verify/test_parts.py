@@ -123,7 +123,7 @@ def test_claims_and_degrees_are_proved_on_an_emulated_host(stand: Stand) -> None
     verdicts = {verdict.claim: verdict for verdict in every if verdict.result != "not run"}
     assert {claim: verdict.result for claim, verdict in verdicts.items()} == dict.fromkeys(verdicts, "proved")
     assert list(verdicts) == ["claim", "double-claim", "claim-after-kill", "degrees"]
-    assert verdicts["double-claim"].found.startswith("cores-taken: nrt_allocate_neuron_cores NeuronCore(s)")
+    assert verdicts["double-claim"].finding.startswith("cores-taken: nrt_allocate_neuron_cores NeuronCore(s)")
     assert 0.0 < verdicts["claim-after-kill"].values["max_s"] < parts.MAX_FREE_S
 
 
@@ -135,7 +135,7 @@ def test_cores_that_another_process_holds_refute_the_claim_and_the_degree(stand:
     try:
         assert refuted(parts.runtime(stand, SMALL)) == ["claim"]
         (verdict,) = (each for each in parts.degrees_at_their_starts(stand) if each.result != "not run")
-        assert (verdict.result, verdict.found.split(":")[0]) == ("refuted", "cores-taken")
+        assert (verdict.result, verdict.finding.split(":")[0]) == ("refuted", "cores-taken")
     finally:
         held.release()
 
@@ -217,7 +217,7 @@ def test_memory_beyond_the_estimate_is_refuted(stand: Stand, tmp_path: Path, mon
 def test_an_unrecognized_failure_is_kept_with_its_text(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stand, "failures", [Failure("engine-failed", "an unknown text")])
     unknown = {verdict.claim: verdict for verdict in parts.faults(stand)}
-    assert (unknown["too-large"].result, unknown["too-large"].found.split(":")[0]) == ("proved", "hbm-exceeded")
+    assert (unknown["too-large"].result, unknown["too-large"].finding.split(":")[0]) == ("proved", "hbm-exceeded")
     assert unknown["texts-known"].result == "refuted"
     assert unknown["texts-known"].values["texts"] == ["engine-failed: an unknown text"]
 
@@ -272,6 +272,6 @@ def test_claims_about_a_neuron_engine_are_proved_on_the_stand_ins_and_refuted_by
     verdicts = [*parts.runtime(stand, SMALL), *parts.compiler(stand)]
     others = [f"{each.claim}: {each.result}, {each.subject}" for each in verdicts if each.result != "proved"]
     assert others == [f"degrees: not run, tp {tp}" for tp in (1, 2, 4, 24)]
-    assert "nrt_init failed with status=4" in next(each.found for each in verdicts if each.claim == "double-claim")
+    assert "nrt_init failed with status=4" in next(each.finding for each in verdicts if each.claim == "double-claim")
     machine.plan({"at": "load_collectives", "status": 1200, "times": 1})
     assert refuted(parts.degrees_at_their_starts(stand)) == ["degrees tp 8 at core 0"]
